@@ -22,7 +22,7 @@ from actstore.base.units import format_nbytes
 from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
 from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import Place, Sheet
 
 GIB = 2**30
 LIMIT_GIB = 12.0
@@ -115,13 +115,15 @@ class Search:
         return found
 
 
-def run_all(place: Place, limit: int, save: Callable[[Found], None]) -> Found:
-    """Search with each row and save after each."""
+def run_all(place: Place, limit: int, path: Path) -> Found:
+    """Search with each row that has no figures of this commit, and save after each."""
     sizes = Sizes.at(place, tokens=place.sized(4096, 64))
-    found: Found = {"limit_bytes": limit, "sizes": asdict(sizes), "dry_run": not place.on_gpu, "rows": []}
-    search = Search(Job(place, sizes), limit)
     names = place.sized(NAMES, NAMES[:2])
-    for row in [row for row in (PLAIN, *ROWS) if row.name in names]:
+    by_name = {row.name: row for row in (PLAIN, *ROWS) if row.name in names}
+    sheet = Sheet(path, by_name)
+    sheet.found |= {"limit_bytes": limit, "sizes": asdict(sizes), "dry_run": not place.on_gpu}
+    search = Search(Job(place, sizes), limit)
+    for row in map(by_name.__getitem__, sheet.left()):
         figures: Found = {"name": row.name}
         try:
             made = search.run(row, sizes.tokens, place.sized(512, 16))
@@ -130,9 +132,8 @@ def run_all(place: Place, limit: int, save: Callable[[Found], None]) -> Found:
             print(f"{row.name}: {best.tokens} tokens after {len(made)} attempts", flush=True)
         except Exception as error:  # the remaining rows run
             figures["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        found["rows"].append(figures)
-        save(found)
-    return found
+        sheet.put(figures)
+    return sheet.found
 
 
 def picture(found: Found, path: Path) -> None:
@@ -164,7 +165,7 @@ def main() -> int:
     place = gpu_place.place_of(options)
     deterministic()
     limit = int((options.limit or place.sized(LIMIT_GIB, 1 / 128)) * GIB)
-    found = run_all(place, limit, gpu_place.writer(options.json))
+    found = run_all(place, limit, options.json)
     if options.plot is not None:
         picture(found, options.plot)
     return gpu_place.reported(gpu_place.wrong(found["rows"], "plain"))

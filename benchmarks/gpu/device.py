@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from actstore.codecs import Codec
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import KernelUnavailable, SpecError
 from benchmarks.gpu import place as gpu_place
-from benchmarks.gpu.place import MIB, ROTATION, Place, rate
+from benchmarks.gpu.place import MIB, ROTATION, Place, Sheet, rate
 
 NBYTES = 512 * MIB  # of one source buffer
 REPEATS = 40
@@ -91,26 +92,31 @@ def poison(trip: Trip) -> None:
         trip.out.view(torch.uint8).fill_(0xFF)
 
 
-def kernels(place: Place, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def kernels(place: Place, path: Path) -> dict[str, Any]:
     """Measure encode and decode of each codec and dtype, in GB/s and as a fraction of the device copy beside them."""
     nbytes, names = place.sized((NBYTES, []), (4 * MIB, list(DRY_CODECS)))
     copies = [torch.rand(nbytes // 4, device=place.device) for _ in range(2 * ROTATION)]
     copy = rate(place.times_ms(lambda i: copies[i].copy_(copies[ROTATION + i]), REPEATS), 2 * nbytes)
     copies.clear()
-    found: dict[str, Any] = {"nbytes": nbytes, "device_copy": copy, "rows": []}
-    for contender in select(names)[0]:
-        for dtype, name in contender.inputs(list(DTYPES)):
-            row: dict[str, Any] = {"codec": contender.name, "dtype": str(dtype).removeprefix("torch."), "data": name}
-            try:
-                row |= kernel_row(contender, dtype, name, copy["gbps"], place, nbytes)
-            except (SpecError, KernelUnavailable) as error:  # a codec for the CPU only, or a missing package
-                row["left_out"] = str(error).splitlines()[0]
-            except Exception as error:  # the remaining rows run; the part fails
-                row |= {"correct": False, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-            found["rows"].append(row)
-            save(found)
-            place.empty_cache()
-    return found
+    rows = {
+        f"{contender.name} {str(dtype).removeprefix('torch.')}": (contender, dtype, data_name)
+        for contender in select(names)[0]
+        for dtype, data_name in contender.inputs(list(DTYPES))
+    }
+    sheet = Sheet(path, rows)
+    sheet.found |= {"nbytes": nbytes, "device_copy": copy}
+    for name in sheet.left():
+        contender, dtype, data_name = rows[name]
+        row: dict[str, Any] = {"name": name, "data": data_name}
+        try:
+            row |= kernel_row(contender, dtype, data_name, copy["gbps"], place, nbytes)
+        except (SpecError, KernelUnavailable) as error:  # a codec for the CPU only, or a missing package
+            row["left_out"] = str(error).splitlines()[0]
+        except Exception as error:  # the remaining rows run; the part fails
+            row |= {"correct": False, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        sheet.put(row)
+        place.empty_cache()
+    return sheet.found
 
 
 def kernel_row(
@@ -139,8 +145,8 @@ def kernel_row(
 def main() -> int:
     options = gpu_place.parser_of(__doc__).parse_args()
     place = gpu_place.place_of(options)
-    found = kernels(place, gpu_place.writer(options.json))
-    wrong = [f"{row['codec']} {row['dtype']}" for row in found["rows"] if not row.get("correct", True)]
+    found = kernels(place, options.json)
+    wrong = [row["name"] for row in found["rows"] if not row.get("correct", True)]
     print(f"{len(found['rows'])} rows{', wrong: ' if wrong else ''}{', '.join(wrong)}")
     return 1 if wrong else 0
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,7 @@ from actstore import ActivationStore, Auto
 from actstore.bench.trainer import relative_error
 from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
-from benchmarks.gpu.place import Place, medians
+from benchmarks.gpu.place import Place, Sheet, medians
 from benchmarks.planner.rival import rival
 
 LAYERS = 2  # the compiler's time grows with them
@@ -104,14 +104,18 @@ class Compiled:
         return self._job.gradients()
 
 
-def run_all(place: Place, save: Callable[[Found], None]) -> Found:
-    """Compile and train each row, and save after each."""
-    sizes = Sizes.at(place, layers=LAYERS)
-    found: Found = {"dry_run": not place.on_gpu, "sizes": asdict(sizes), "rows": []}
+def run_all(place: Place, path: Path) -> Found:
+    """Compile and train each row that has no figures of this commit, and save after each."""
+    sizes, by_name = Sizes.at(place, layers=LAYERS), {row.name: row for row in ROWS}
+    sheet = Sheet(path, by_name)
+    found, left = sheet.found, sheet.left()
+    if not left:
+        return found
     plain = Compiled(place, sizes, PLAIN, 0)
+    found |= {"dry_run": not place.on_gpu, "sizes": asdict(sizes)}
     found["plain"] = {"name": PLAIN.name, **medians([plain.step() for _ in range(REPEATS)])}
     expected = [grad.clone() for grad in plain.gradients()]
-    for row in ROWS:
+    for row in map(by_name.__getitem__, left):
         figures: Found = {"name": row.name, "exact": row.exact}
         rivals = [other["peak_bytes"] for other in found["rows"] if other["name"] == THEIRS.name and "ratio" in other]
         try:
@@ -129,8 +133,7 @@ def run_all(place: Place, save: Callable[[Found], None]) -> Found:
         except Exception as error:  # the remaining rows run
             figures["failed"] = said = f"{type(error).__name__}: {error}".splitlines()[0]
         place.empty_cache()
-        found["rows"].append(figures)
-        save(found)
+        sheet.put(figures)
         print(f"{row.name}: {said}", flush=True)
     return found
 
@@ -140,7 +143,7 @@ def main() -> int:
     place = gpu_place.place_of(options)
     deterministic()
     warnings.simplefilter("ignore")  # of the compiler about itself
-    found = run_all(place, gpu_place.writer(options.json))
+    found = run_all(place, options.json)
     return gpu_place.reported(gpu_place.wrong(found["rows"], "plain compilation's"))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.device import ceilings
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
 from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
-from benchmarks.gpu.place import Place, medians
+from benchmarks.gpu.place import Place, Sheet, medians
 
 WARMUP, REPEATS = 3, 5  # steps; the first allocates and compiles, the second knows the order
 SETTLE_S, SETTLE_STEPS = 40.0, 96  # for "auto" to measure and plan
@@ -50,9 +50,10 @@ class Bench:
     found : the figures as they are written
     """
 
-    def __init__(self, place: Place, sizes: Sizes) -> None:
-        self.place, self.job = place, Job(place, sizes)
-        self.found: Found = {"dry_run": not place.on_gpu, "sizes": asdict(sizes), "rows": []}
+    def __init__(self, place: Place, sizes: Sizes, sheet: Sheet) -> None:
+        self.place, self.job, self.sheet = place, Job(place, sizes), sheet
+        self.found = sheet.found
+        self.found |= {"dry_run": not place.on_gpu, "sizes": asdict(sizes)}
         self.found["parameter_bytes"] = self.job.parameter_nbytes
         self.found["link"] = {name: flow["gbps"] for name, flow in ceilings(place).items() if name != "nbytes"}
         for _ in range(2):
@@ -76,7 +77,9 @@ class Bench:
     def plain(self) -> Found:
         """Return the row of the plain steps that ran beside the other rows."""
         figures: Found = {"name": PLAIN.name, "kind": PLAIN.kind, "exact": True, "grad_error": 0.0, "equal": True}
-        figures |= medians(self._plain) | {"ratio": 1.0} if self._plain else {"failed": "no step ran"}
+        if not self._plain:
+            return self.found.get("plain", figures | {"failed": "no step ran"})
+        figures |= medians(self._plain) | {"ratio": 1.0}
         figures["saved_bytes"] = self._kept().get("saved_bytes")
         if not self.place.on_gpu:
             figures["held_bytes"] = figures["saved_bytes"]
@@ -159,17 +162,16 @@ class Bench:
         return figures
 
 
-def run_all(bench: Bench, rows: tuple[Row, ...], save: Callable[[Found], None]) -> Found:
-    """Run each row and save after each."""
-    found = bench.found
-    for row in rows:
-        missing = row.missing(bench.job.place.on_gpu)
-        figures = {"name": row.name, "left_out": missing} if missing else bench.run(row)
-        found["rows"] = [*found["rows"], figures]
-        found["plain"] = bench.plain()
-        save(found)
-        print(f"{row.name}: {_said(figures)}", flush=True)
-    return found
+def run_all(bench: Bench, rows: Iterable[Row]) -> Found:
+    """Run each row that has no figures of this commit, and save after each."""
+    by_name = {row.name: row for row in rows}
+    for name in bench.sheet.left():
+        missing = by_name[name].missing(bench.job.place.on_gpu)
+        figures = {"name": name, "left_out": missing} if missing else bench.run(by_name[name])
+        bench.found["plain"] = bench.plain()
+        bench.sheet.put(figures)
+        print(f"{name}: {_said(figures)}", flush=True)
+    return bench.found
 
 
 def _said(figures: Found) -> str:
@@ -184,9 +186,9 @@ def main() -> int:
     options = parser.parse_args()
     place = gpu_place.place_of(options)
     deterministic()
-    save = gpu_place.writer(options.json)
-    bench = Bench(place, Sizes.at(place))
-    found = run_all(bench, place.sized(ROWS, tuple(row for row in ROWS if row.name not in SKIPPED_IN_DRY_RUN)), save)
+    rows = place.sized(ROWS, tuple(row for row in ROWS if row.name not in SKIPPED_IN_DRY_RUN))
+    bench = Bench(place, Sizes.at(place), Sheet(options.json, [row.name for row in rows]))
+    found = run_all(bench, rows)
     if options.plot is not None:
         try:
             from benchmarks.gpu import llama_plot as gpu_llama_plot
@@ -195,7 +197,7 @@ def main() -> int:
             gpu_llama_plot.step(bench.job, options.plot.with_stem(f"{options.plot.stem}-timeline"))
         except ImportError as error:
             found["picture"] = f"no picture: {error}"
-            save(found)
+            bench.sheet.save()
     return gpu_place.reported(gpu_place.wrong(found["rows"], "plain"))
 
 

@@ -35,15 +35,29 @@ def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
         lines += [f"## {_TITLES[name]}", ""]
         if part["status"] != "ok":
             lines += [f"**{part['status']}** after {part['seconds']} s: {cell(part['said'])}", ""]
+        if later := part.get("later"):
+            lines += [
+                f"Older figures: a run of commit {later['commit']} {later['status']} after {later['seconds']} s.",
+                "",
+            ]
         if figures is not None and name in _PAGES:
             lines += [*_PAGES[name](figures), ""]
         elif part["status"] == "ok":
             lines += [part["said"], ""]
-        lines += [
-            f"{part['seconds']:.0f} s, {env['time']}: actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}"
-        ]
-        lines += [""]
+        versions = f"actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}"
+        lines += [f"{part['seconds']:.0f} s, {env['time']}: commit {_commits(part)}, {versions}", ""]
     return "\n".join(lines)
+
+
+def _commits(part: dict[str, Any]) -> str:
+    """Return the commit that measured a part, and those of rows or test files that are older."""
+    figures = part["figures"] if isinstance(part["figures"], dict) else {}
+    rows = figures.get("rows", [])
+    of = {row["name"]: row.get("commit") for row in rows if "commit" in row} if isinstance(rows, list) else {}
+    of |= figures.get("files", {})
+    last = part.get("commit") or "unknown"
+    older = [f"{name} at {commit or 'an unknown one'}" for name, commit in of.items() if commit != last]
+    return last + (f" ({'; '.join(older)})" if older else "")
 
 
 def _verdicts(parts: dict[str, Any]) -> list[str]:
@@ -91,15 +105,12 @@ def _spread(times: dict[str, float]) -> str:
 
 def _kernels(figures: dict[str, Any]) -> list[str]:
     rows = [row for row in figures["rows"] if "error" in row]
-    lines = [
-        [f"{row['codec']} {row['dtype']}", row["data"], f"{row['ratio']:.2f}", _kernel_error(row), *_kernel_rates(row)]
-        for row in rows
-    ]
+    lines = [[row["name"], row["data"], f"{row['ratio']:.2f}", _kernel_error(row), *_kernel_rates(row)] for row in rows]
     gbps = figures["device_copy"]["gbps"]
     copy = f"Sources of {figures['nbytes'] / MIB:.0f} MiB; a device copy beside them: {gbps:.0f} GB/s."
     header = ["codec", "data", "ratio", "error", "encode GB/s", "of copy", "decode GB/s", "of copy"]
     notes = [
-        f"- {row['codec']} {row['dtype']} {kind}: {cell(row[key])}"
+        f"- {row['name']} {kind}: {cell(row[key])}"
         for row in figures["rows"]
         for key, kind in (("failed", "**failed**"), ("left_out", "is left out"))
         if key in row

@@ -1,4 +1,4 @@
-"""Parts of the GPU suite, in their order, with their time limits."""
+"""Parts of the GPU suite, in their order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.place import Place
 
-TOTAL_S = 525.0  # of nine minutes; the rest is for the start and the writing of figures
+PART_S = 530.0  # of one part in one run
+START_S = 15.0  # of a run, for its start and the writing of figures
 DRY_TOTAL_S = 600.0  # for a busy machine; about a minute of one core is needed
 
 CODECS = "tests/codecs/test_cuda.py"
@@ -44,15 +45,15 @@ class Part:
     ----------
     command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder, the rest stays
         as it is
-    limit_s : seconds after which the run stops it
     alone : whether it takes times, so that nothing may run beside it. Neighbours without it run side by side
+    resumes : whether it goes on from the figures of an earlier run in ``{json}``
     small : additional arguments of a dry run
     """
 
     name: str
     command: tuple[str, ...]
-    limit_s: float
     alone: bool = True
+    resumes: bool = False
     small: tuple[str, ...] = ()
 
     def arguments(self, place: Place) -> list[str]:
@@ -63,75 +64,47 @@ class Part:
         return [words.get(argument, argument) for argument in command]
 
 
-# Correctness comes first, then figures by their value. The limits follow from a part's work on an H200 (500
-# TFLOP/s, 55 GB/s each way, 4 TB/s) and 10 s for a process to start:
+# Correctness comes first, then figures by their value to a reader. What they took on an H100, on 16 cores:
 # compile   before all parts: 13 sources take 120 s on one core, the longest of them 45 s
-# codecs    580 tests against oracles in NumPy take 150 s on one core, so 20 s on eight
-# tests     165 tests of a second or less; four of them start a process
-# compiled  200 tests, of which the compiler takes most of the time
-# exact     seven processes of 10 s, and some steps of 30 ms
-# random    300 and 100 small models, 10 and 2 a second on a CPU
-# sanitizer 500 small kernels under each of three tools, which start slowly
-# llama     12 TFLOP a layer and 8 layers: 0.2 s a step, 0.3 to 0.6 s in rows that move 11 GB; 13 rows of 13 steps are
-#           70 s, two plans of some 40 steps 40 s; 11 GB are pinned twice, 4 s each time
-# transfer  moves 1 GiB about 100 times each way (4 s), steps of 0.2 s, pins 6 GB
-# kernels   80 rows of 100 calls of 0.3 ms; the error of 128 million elements in float64 takes longer: 0.5 s a row
-# hotpath   200 rounds took more than 60 s on an H100
+# side by side: codecs, tests, compiled, exact, random, lossy, sanitizer: more than 130 s
+# llama     8 s a row, 20 s a plan; 11 GB are pinned twice, 4 s each time
+# transfer  42 s
+# kernels   50 rows, 15 s; the error of 128 million elements in float64 takes longer than the calls
 # graphs    the compiler takes 15 s a row, and more for a plan
-# context   what is left: steps of 1 s at 20,000 tokens, 14 of a row: 60 s; 30 GB are pinned, 6 s
+# context   30 s a row: steps of 1 s at 20,000 tokens, 14 of a row; 30 GB are pinned, 6 s
+PYTESTS = ("-m", "benchmarks.gpu.pytests", *JSON, "--workers")
 PARTS = (
-    Part(
-        "codecs",
-        ("-m", "benchmarks.gpu.pytests", *JSON, "--workers", "{workers}", "--", CODECS, "-m", "gpu"),
-        130,
-        alone=False,
-    ),
-    Part(
-        "tests",
-        ("-m", "benchmarks.gpu.pytests", *JSON, "--workers", "{some}", "--", *TESTS, "-m", "gpu"),
-        130,
-        alone=False,
-    ),
+    Part("codecs", (*PYTESTS, "{workers}", "--", CODECS, "-m", "gpu"), alone=False, resumes=True),
+    Part("tests", (*PYTESTS, "{some}", "--", *TESTS, "-m", "gpu"), alone=False, resumes=True),
     Part(
         "compiled",
-        (
-            "-m",
-            "benchmarks.gpu.pytests",
-            *JSON,
-            "--device",
-            "{device}",
-            "--workers",
-            "{some}",
-            "--",
-            *COMPILED,
-            "-m",
-            "not slow",
-        ),
-        130,
+        (*PYTESTS, "{some}", "--device", "{device}", "--", *COMPILED, "-m", "not slow"),
         alone=False,
+        resumes=True,
         small=("-k", "test_exact_policies_are_plain_compiled_bit_for_bit and keep-Mlp"),
     ),
-    Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), 130, alone=False),
+    Part("exact", ("-m", "benchmarks.gpu.exact", *PLACED, *JSON), alone=False),
     *(
         Part(
             name,
             ("-m", "tests.autograd.test_random_models", "--device", "{device}", *JSON, "--seed", "1", *arguments),
-            130,
             alone=False,
             small=("--examples", "10"),
         )
         for name, arguments in (("random", ("--examples", "300")), ("lossy", ("--examples", "100", "--lossy")))
     ),
-    Part("sanitizer", ("-m", "benchmarks.gpu.sanitizer", *PLACED, *JSON), 130, alone=False),
-    Part("llama", ("-m", "benchmarks.gpu.llama", *PLACED, *JSON, "--plot", "{plot}"), 170),
-    Part("transfer", ("-m", "benchmarks.gpu.transfer", *PLACED, *JSON, "--trace", "{trace}", "--plot", "{plot}"), 80),
-    Part("kernels", ("-m", "benchmarks.gpu.device", *PLACED, *JSON), 120),
+    Part("sanitizer", ("-m", "benchmarks.gpu.sanitizer", *PLACED, *JSON), alone=False),
+    Part("llama", ("-m", "benchmarks.gpu.llama", *PLACED, *JSON, "--plot", "{plot}"), resumes=True),
+    Part(
+        "transfer",
+        ("-m", "benchmarks.gpu.transfer", *PLACED, *JSON, "--trace", "{trace}", "--plot", "{plot}"),
+    ),
+    Part("kernels", ("-m", "benchmarks.gpu.device", *PLACED, *JSON), resumes=True),
+    Part("graphs", ("-m", "benchmarks.gpu.graphs", *PLACED, *JSON), resumes=True),
+    Part("context", ("-m", "benchmarks.gpu.context", *PLACED, *JSON, "--plot", "{plot}"), resumes=True),
     Part(
         "hotpath",
         ("-m", "benchmarks.hotpath.run", "--device", "{device}", *JSON, "--rounds", "20"),
-        60,
         small=("--rounds", "3", "--length", "20"),
     ),
-    Part("graphs", ("-m", "benchmarks.gpu.graphs", *PLACED, *JSON), 120),
-    Part("context", ("-m", "benchmarks.gpu.context", *PLACED, *JSON, "--plot", "{plot}"), 120),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 T = TypeVar("T")
 MIB = 2**20
+COMMIT = "ACTSTORE_COMMIT"  # environment variable of a part: the commit that is measured
 ROTATION = 4  # buffers of each kind, used in turn, so that none is in the cache
 
 
@@ -120,13 +122,47 @@ def reported(said: list[str]) -> int:
     return 1 if said else 0
 
 
-def writer(path: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes figures to a file."""
+class Sheet:
+    """Figures of a part in its file, with the rows of earlier runs. Rows of this commit are not measured again.
 
-    def save(found: dict[str, Any]) -> None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    Attributes
+    ----------
+    found : the figures; ``rows`` have a name and the commit that measured them
+    """
 
-    return save
+    def __init__(self, path: Path, names: Iterable[str]) -> None:
+        self._path, self._commit = path, os.environ.get(COMMIT, "")
+        self._names = list(names)
+        self.found: dict[str, Any] = (read(path) or {}) | {}
+        self.found["rows"] = [row for row in self.found.get("rows", ()) if row["name"] in self._names]
+
+    def left(self) -> list[str]:
+        """Return the names of the rows to measure, in order: those without figures of this commit."""
+        done = {row["name"] for row in self.found["rows"] if is_of(row, self._commit) and "failed" not in row}
+        return [name for name in self._names if name not in done]
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Add a row or replace the one of its name, and write the file."""
+        rows = {old["name"]: old for old in self.found["rows"]} | {row["name"]: row | {"commit": self._commit}}
+        self.found["rows"] = [rows[name] for name in self._names if name in rows]
+        self.save()
+
+    def save(self) -> None:
+        """Write the file."""
+        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+def is_of(figures: dict[str, Any], commit: str) -> bool:
+    """Return whether a commit measured the figures; an unknown commit measured none."""
+    return bool(commit) and figures.get("commit") == commit
+
+
+def read(path: Path) -> Any:
+    """Return the JSON of a file; None where there is none, or only a part of it."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:

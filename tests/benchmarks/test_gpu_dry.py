@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from benchmarks.gpu.context import LENGTH_TOLERANCE, MAX_ATTEMPTS, Attempt, larg
 from benchmarks.gpu.llama_model import Job, Sizes
 from benchmarks.gpu.llama_rows import ROWS, entered
 from benchmarks.gpu.parts import PARTS, PICTURES
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import COMMIT, Place, Sheet
 
 CPU = Place("cpu", small=True)
 WITHOUT = """
@@ -90,21 +91,77 @@ def test_parts_start_without_packages_that_they_do_not_need() -> None:
     assert said == [f"{module} {needs.get(module, 'ends with 0')}" for module in modules], done.stderr
 
 
-def test_outcomes_of_tests_are_written(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text(
+def outcomes(folder: Path, commit: str = "", *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the tests of a folder as the suite does; return the process and the outcomes."""
+    files = sorted(path.name for path in folder.glob("test_*.py"))
+    command = [
+        sys.executable,
+        "-m",
+        gpu_tests.__name__,
+        "--json",
+        "found.json",
+        "--workers",
+        "2",
+        *options,
+        "--",
+        *files,
+    ]
+    environ = os.environ | {"PYTHONPATH": str(gpu.ROOT), COMMIT: commit}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environ, check=False)
+    return done, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_outcomes_of_tests_are_written(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2, 'no luck'\n"
         "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
     )
-    command = ["-m", gpu_tests.__name__, "--json", str(tmp_path / "found.json"), "--", str(file), "-p", "no:xdist"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done, found = outcomes(tmp_path, "", "--workers", workers)
     assert done.stdout.splitlines()[-1] == "1 passed, 1 failed, 1 skipped"
     assert done.returncode == 1
-    found = json.loads((tmp_path / "found.json").read_text())
     assert found["finished"]
     assert list(found["skipped"].values()) == ["no GPU"]
     (reason,) = found["failed"].values()
     assert "no luck" in reason or "assert 1 == 2" in reason
+
+
+def test_files_of_tests_that_ran_at_this_commit_do_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
+    hangs = tmp_path / "test_two.py"
+    hangs.write_text("def test_c(): assert False\n")
+    _, found = outcomes(tmp_path, "first")
+    assert (len(found["passed"]), list(found["failed"])) == (2, ["test_two.py::test_c"])
+    half = found | {"files": {"test_one.py": "first"}, "finished": False}  # stopped in the second file
+    (tmp_path / "found.json").write_text(json.dumps(half))
+    (tmp_path / "test_one.py").write_text("def test_a(): assert False\n")
+    hangs.write_text("def test_c(): pass\n")
+    done, found = outcomes(tmp_path, "first")
+    assert (done.returncode, sorted(found["passed"]), found["failed"]) == (
+        0, ["test_one.py::test_a", "test_one.py::test_b", "test_two.py::test_c"], {}
+    )  # fmt: skip
+    assert found["files"] == {"test_one.py": "first", "test_two.py": "first"}
+    _, found = outcomes(tmp_path, "second")  # all run again: names that are gone leave
+    assert (found["passed"], list(found["failed"])) == (["test_two.py::test_c"], ["test_one.py::test_a"])
+    assert set(found["files"].values()) == {"second"}
+
+
+def test_rows_of_this_commit_are_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def sheet(commit: str, *names: str) -> Sheet:
+        monkeypatch.setenv(COMMIT, commit)
+        return Sheet(tmp_path / "rows.json", names)
+
+    first = sheet("one", "a", "b", "c")
+    first.put({"name": "b", "ms": 1})
+    first.put({"name": "a", "failed": "no"})
+    assert sheet("one", "a", "b", "c").left() == ["a", "c"]
+    second = sheet("two", "c", "b", "a")
+    assert second.left() == ["c", "b", "a"]
+    second.put({"name": "c", "ms": 2})
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["name"], row["commit"]) for row in rows] == [("c", "two"), ("b", "one"), ("a", "one")]
+    assert sheet("two", "c").found["rows"] == rows[:1]  # a row that is no longer measured leaves
+    assert sheet("", "c").left() == ["c"]  # an unknown commit has measured nothing
 
 
 # -- the largest context ----------------------------------------------------------------------------------------------
