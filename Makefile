@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.hpp csrc/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ranks test-ops test-torch test-debug fuzz soak docs check format gpu clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ranks test-ops test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -84,8 +84,17 @@ ifneq ($(CSRC),)
 endif
 
 # A dry run on a CPU takes the virtual environment, a run on a GPU what PYTHON has.
-gpu: $(if $(filter cpu,$(DEVICE)),$(STAMP))  ## run all that needs a GPU, with $(PYTHON) as it is; installs nothing. DEVICE=cpu SCALE=small RESULTS=DIR: a dry run
+gpu: $(if $(filter cpu,$(DEVICE)),$(STAMP))  ## run what needs a GPU, with $(PYTHON) as it is, for nine minutes, from where the last run ended; installs nothing. ARGS="--part llama". DEVICE=cpu SCALE=small RESULTS=DIR: a dry run
 	PYTHONPATH=. $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.run $(if $(DEVICE),--device $(DEVICE)) $(if $(SCALE),--scale $(SCALE)) $(if $(RESULTS),--results $(RESULTS)) $(ARGS)
+
+# Wheels of the machine's Python, unpacked, without code for other GPUs; DeepSpeed has no wheel.
+GPU_PYTHON ?= 3.12
+GPU_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target build/gpu-packages
+gpu-packages: $(STAMP)  ## fill build/gpu-packages with what peers need on a machine without a network; GPU_PYTHON=3.12
+	$(GPU_PIP) --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -r benchmarks/gpu/packages.txt
+	$(GPU_PIP) --no-build-isolation $$(grep ^deepspeed== requirements-dev.txt)
+	find build/gpu-packages/bitsandbytes -name '*.so' ! -name '*_cpu.so' ! -name '*_cuda13*' -delete
+	rm -rf build/gpu-packages/deepspeed/ops/csrc build/gpu-packages/bin
 
 clean:  ## remove what the targets made, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

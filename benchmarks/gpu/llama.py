@@ -129,10 +129,22 @@ class Bench:
             self._plain.append(pair["plain"])
             samples.append(pair["row"] | {"ratio": pair["row"]["step_ms"] / pair["plain"]["step_ms"]})
         figures: Found = {"grad_error": error, "equal": equal, **medians(samples), "samples": samples}
+        if self.place.on_gpu:
+            figures["reserved_bytes"] = self._reserved(enter)
         if store is not None and (plan := store.plan) is not None:
             figures |= {"predicted_ms": plan.predicted.step, "predicted_bytes": int(plan.predicted.peak)}
             figures |= {"bound_ms": plan.bound, "policy": plan.text}
         return figures
+
+    def _reserved(self, enter: Enter) -> int:
+        """Return the peak of what the allocator takes for two steps, without memory that plain steps have left."""
+        self.job.model.zero_grad(set_to_none=True)
+        gc.collect()
+        self.place.empty_cache()
+        self.place.reset_peak()
+        for _ in range(2):
+            self.job.step(enter())
+        return self.place.reserved() - sum(g.nbytes for g in self._expected)
 
     def _sample(self, enter: Enter, store: ActivationStore | None) -> Found:
         """Run one step; return milliseconds, bytes, and the store's figures."""

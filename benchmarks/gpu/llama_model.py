@@ -108,6 +108,7 @@ class Job:
 
     Attributes
     ----------
+    blocks : the repeated parts of the model, in order
     parameter_nbytes : bytes of the weights; gradients take as much
     """
 
@@ -117,6 +118,7 @@ class Job:
         torch.manual_seed(0)
         with torch.device(place.device):
             self.model = Llama(sizes, len(characters)).bfloat16()
+        self.blocks = list(self.model.blocks)
         codes = {character: code for code, character in enumerate(characters)}
         self._codes = torch.tensor([codes[character] for character in text()], device=place.device)
         self.parameter_nbytes = sum(p.nbytes for p in self.model.parameters())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
-from actstore import ActivationStore, Auto
+from actstore import ActivationStore, Auto, Window
+from actstore.bench.peers import checkpoints, hooks
 from benchmarks.gpu.llama_model import Job
 
 Enter = Callable[[], AbstractContextManager[object]]
@@ -29,7 +29,9 @@ class Row:
     kind : plain | peer | ours
     policy : text for ActivationStore; kind ours only
     share : budget of "auto", as a fraction of `keep`'s peak; 0 for a policy
+    window : bound on bytes in transit; kind ours only, empty for the default
     package : package that must be installed
+    needs_gpu : whether it raises, or moves nothing, without one
     exact : whether the gradients must be bit-identical to plain's
     """
 
@@ -37,14 +39,16 @@ class Row:
     kind: str
     policy: str = ""
     share: float = 0.0
+    window: str = ""
     package: str = ""
+    needs_gpu: bool = False
     exact: bool = True
 
     def missing(self, on_gpu: bool) -> str:
         """Return the reason why the row cannot run here; empty where it can."""
         if self.package and find_spec(self.package) is None:
             return f"{self.package} is not installed"
-        return "it needs a GPU" if self.package in OFFLOADS and not on_gpu else ""
+        return "it needs a GPU" if self.needs_gpu and not on_gpu else ""
 
 
 PLAIN = Row("plain", "plain")
@@ -52,22 +56,40 @@ KEEP = Row("keep", "ours", "keep")
 ROWS = (
     KEEP,
     Row("derive", "ours", "derive"),
-    Row("derive(raw @ host)", "ours", "derive(raw @ host)"),
-    Row("recompute", "ours", "recompute"),
-    Row("attention kept", "ours", "@attention : keep; @blocks : recompute"),
-    Row("raw @ host", "ours", "raw @ host"),
-    Row("int8", "ours", "int8", exact=False),
-    Row("int8 @ host", "ours", "int8 @ host", exact=False),
     Row("torch checkpoint", "peer"),
+    Row("recompute", "ours", "recompute"),
+    Row("selective checkpoint", "peer"),
+    Row("attention kept", "ours", "@attention : keep; @blocks : recompute"),
+    Row("sdpa kept", "ours", "*/@sdpa : keep; @blocks : recompute"),
+    Row("int8", "ours", "int8", exact=False),
     Row("auto 50 %", "ours", "auto", share=0.5),
     Row("auto 25 %", "ours", "auto", share=0.25),
-    Row("recompute(raw @ host)", "ours", "recompute(raw @ host)"),
-    Row("int4 @ host", "ours", "int4 @ host", exact=False),
     Row("save_on_cpu", "peer"),
-    Row("TRL offload", "peer", package="trl"),
-    Row("torchtune offload", "peer", package="torchtune"),
+    Row("raw @ host", "ours", "raw @ host"),
+    Row("raw @ host, window 64 MiB", "ours", "raw @ host", window="64MiB"),
+    Row("int8 @ host", "ours", "int8 @ host", exact=False),
+    Row("Transformers offload", "peer"),
+    Row("recompute(raw @ host)", "ours", "recompute(raw @ host)"),
+    Row("TRL offload", "peer", package="trl", needs_gpu=True),
+    Row("torch_remat, attention kept", "peer", package="torch_remat"),
+    Row("DeepSpeed cpu_checkpointing", "peer", package="deepspeed", needs_gpu=True),
+    Row("bitsandbytes 8-bit", "peer", package="bitsandbytes", exact=False),
+    Row("derive(raw @ host)", "ours", "derive(raw @ host)"),
+    Row("int4 @ host", "ours", "int4 @ host", exact=False),
+    Row("torchtune offload", "peer", package="torchtune", needs_gpu=True),
 )
-OFFLOADS = {"trl": "trl.models.activation_offloading", "torchtune": "torchtune.training"}
+BLOCKS: dict[str, type[checkpoints.Checkpoint]] = {
+    "torch checkpoint": checkpoints.Checkpoint,
+    "selective checkpoint": checkpoints.Selective,
+    "Transformers offload": checkpoints.Offloaded,
+    "torch_remat, attention kept": checkpoints.Remat,
+    "DeepSpeed cpu_checkpointing": checkpoints.DeepSpeedCpu,
+}
+HOOKS: dict[str, type[hooks.Around]] = {
+    "TRL offload": hooks.Trl,
+    "torchtune offload": hooks.Torchtune,
+    "bitsandbytes 8-bit": hooks.BitsAndBytes,
+}
 
 
 @contextmanager
@@ -82,29 +104,36 @@ def entered(row: Row, job: Job, budget: int = 0, **options: Any) -> Iterator[tup
     if row.kind == "ours":
         if job.place.small:
             options["min_bytes"] = 0
+        if row.window:
+            options["tiers"] = [Window(row.window)]
         store = ActivationStore(job.model, Auto(budget) if row.share else row.policy, **options)
         try:
             yield lambda: store, store
         finally:
             store.close()
-    elif row.name == "torch checkpoint":
-        yield partial(_checkpointed, job), None
+    elif row.name in BLOCKS:
+        yield _wrapped(BLOCKS[row.name], job), None
     elif row.name == "save_on_cpu":
         yield partial(save_on_cpu, pin_memory=job.place.on_gpu), None
-    elif row.package:
-        offload = import_module(OFFLOADS[row.package]).OffloadActivations()
-        yield lambda: offload, None
+    elif row.name in HOOKS:
+        yield HOOKS[row.name](job).context, None  # type: ignore[arg-type]
     else:
         yield nullcontext, None
 
 
-@contextmanager
-def _checkpointed(job: Job) -> Iterator[None]:
-    """Checkpoint each block in one forward; the plain steps between run as ever."""
-    for block in job.model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for block in job.model.blocks:
-            del block.forward
+def _wrapped(peer: type[checkpoints.Checkpoint], job: Job) -> Enter:
+    """Let a peer wrap the blocks of a second model with the same weights; return the context that puts it in place."""
+    twin = copy(job)
+    twin.model = deepcopy(job.model, {id(weight): weight for weight in job.model.parameters()})
+    twin.blocks = list(twin.model.blocks)
+    peer(twin)  # type: ignore[arg-type]
+
+    @contextmanager
+    def instead() -> Iterator[None]:
+        own, job.model = job.model, twin.model
+        try:
+            yield
+        finally:
+            job.model = own
+
+    return instead

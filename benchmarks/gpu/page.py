@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.gpu import context, graphs, llama_rows
 from benchmarks.gpu import page_llama as gpu_page_llama
 from benchmarks.gpu import page_transfer as gpu_page_transfer
 from benchmarks.gpu.verdicts import verdicts
@@ -44,6 +45,10 @@ def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
             lines += [*_PAGES[name](figures), ""]
         elif part["status"] == "ok":
             lines += [part["said"], ""]
+        rows = figures.get("rows", []) if isinstance(figures, dict) else []
+        waiting = _ROWS.get(name, set()) - {row["name"] for row in rows}
+        if waiting and not found["dry_run"]:
+            lines += [f"Not measured yet: {'; '.join(sorted(waiting))}.", ""]
         versions = f"actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}"
         lines += [f"{part['seconds']:.0f} s, {env['time']}: commit {_commits(part)}, {versions}", ""]
     return "\n".join(lines)
@@ -184,6 +189,11 @@ _TITLES = {
     "codecs": "Tests of the codecs on the GPU",
     "compiled": "Tests of compiled models, on the GPU",
     "sanitizer": "compute-sanitizer over the kernels",
+}
+_ROWS = {
+    "llama": {row.name for row in llama_rows.ROWS},
+    "graphs": {row.name for row in graphs.ROWS},
+    "context": set(context.NAMES),
 }
 _PICTURES = {
     "llama.png": "Llama blocks: memory against time",

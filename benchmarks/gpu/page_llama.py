@@ -18,12 +18,14 @@ def lines(figures: dict[str, Any]) -> list[str]:
         f" of {sizes['hidden']}, one sequence of {sizes['tokens']} tokens, bfloat16; weights and gradients take"
         f" {format_nbytes(2 * figures['parameter_bytes'])} of each peak. A step is forward and backward."
     )
-    header = ["row", "step ms", "times plain", "tokens/s", "peak", "held", "stall ms", "to host", "of link"]
+    header = ["row", "step ms", "times plain", "tokens/s", "peak", "reserved", "held", "stall ms"]
+    header += ["to host", "of link"]
     table_rows = [[*_row(row, sizes["tokens"]), *_link(row, ceiling), _error(row)] for row in rows]
     found = [about, "", *table([*header, "gradient error"], table_rows), ""]
     found += [
-        "*peak*: high-water of what the allocator gave out. *held*: of activations, at the end of forward. *of link*:",
-        f"the rate of copies out over that of plain pinned copies alone, {ceiling:.1f} GB/s.",
+        "*peak*: high-water of what the allocator gave out; *reserved*: of what it took from the device. *held*: of",
+        "activations, at the end of forward. *of link*: the rate of copies out over that of plain pinned copies alone,",
+        f"{ceiling:.1f} GB/s.",
         "",
         *_plans(rows),
     ]
@@ -40,6 +42,7 @@ def _row(row: dict[str, Any], tokens: int) -> list[str]:
         f"{row['ratio']:.2f}",
         f"{tokens / row['step_ms'] * 1e3:,.0f}",
         _size(row.get("peak_bytes")),
+        _size(row.get("reserved_bytes")),
         _size(row.get("held_bytes")),
         f"{row['stall_ms']:.1f}" if "stall_ms" in row else "-",
     ]

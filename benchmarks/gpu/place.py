@@ -66,6 +66,10 @@ class Place:
         """Return the high-water mark of `allocated`."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else 0
 
+    def reserved(self) -> int:
+        """Return the high-water mark of what the GPU's allocator has taken from the device; 0 on a CPU."""
+        return torch.cuda.max_memory_reserved() if self.on_gpu else 0
+
     def elapsed_ms(self, run: Callable[[], Any]) -> float:
         """Return milliseconds of one call that begins and ends with an idle device."""
         return self.times_ms(lambda _: run(), 1, rotation=0)[0]

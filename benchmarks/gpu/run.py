@@ -112,8 +112,14 @@ def write(found: dict[str, Any], name: str, results: Path, work: Path) -> None:
     for file in PICTURES:
         if (work / file).exists():
             shutil.copy(work / file, results / f"{name}-{file}")
-    pictures = {file: f"{name}-{file}" for file in PICTURES if (results / f"{name}-{file}").exists()}
     (results / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    rewrite(name, results)
+
+
+def rewrite(name: str, results: Path) -> None:
+    """Write the page of a GPU from its figures in the results folder."""
+    found = read(results / f"{name}.json")
+    pictures = {file: f"{name}-{file}" for file in PICTURES if (results / f"{name}-{file}").exists()}
     (results / f"{name}.md").write_text(page(found, pictures))
 
 
@@ -184,9 +190,13 @@ def main() -> int:
     parser.add_argument("--commit", help="the commit that is measured, where git cannot tell")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
     parser.add_argument("--scale", choices=("full", "small"), help="small is that of a dry run")
+    parser.add_argument("--page", metavar="GPU", help="write the page of a GPU (nvidia-h200) again, and run nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="write figures, pictures and logs to this folder")
     options = parser.parse_args()
     place, results = Place(options.device, options.scale == "small"), options.results.resolve()
+    if options.page:
+        rewrite(options.page, results)
+        return 0
     if place.on_gpu and not torch.cuda.is_available():
         print("no CUDA device here: make gpu measures on a GPU and writes nothing without one", file=sys.stderr)
         return 2

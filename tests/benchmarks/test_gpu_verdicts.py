@@ -112,7 +112,7 @@ def test_the_page_of_the_blocks() -> None:
     page = "\n".join(gpu_page_llama.lines(LLAMA))
     for words in (
         "weights and gradients take 2.0 GiB of each peak",
-        "| raw @ host | 200.0 | 1.20 | 40,960 | 12.0 GiB | - | 1.5 | 7.5 GiB | 80% | 0 (exact) |",
+        "| raw @ host | 200.0 | 1.20 | 40,960 | 12.0 GiB | - | - | 1.5 | 7.5 GiB | 80% | 0 (exact) |",
         "| auto 25 % | 3.0 GiB | 66.7% | 200.0 | 210.0 | - | 30 |",
         "- TRL offload is left out: trl is not installed",
     ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -76,6 +77,17 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+class Offloaded(Checkpoint):
+    """Checkpoints whose inputs wait in CPU memory, as Transformers makes them with ``offload=True``."""
+
+    def recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def offloaded(*args: Any) -> Any:
+            with save_on_cpu(pin_memory=torch.cuda.is_available()):
+                return checkpoint(forward, *args, use_reentrant=False)
+
+        return offloaded
+
+
 class Remat(Checkpoint):
     """torch_remat's checkpoint around each block, in which the attention is a region that is not recomputed."""
 
@@ -138,7 +150,9 @@ class DeepSpeedCpu(DeepSpeed):
         import deepspeed
         from torch import distributed as dist
 
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
         deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
         super().__init__(job)

@@ -76,6 +76,7 @@ PEERS = (
     replace(_COMPILE, name="compile, budget 0.5", made_by="compiled:CompiledBudget"),
     Row("torch_remat, attention kept", "peer", package="torch_remat", made_by="checkpoints:Remat", usual=False),
     Row("DeepSpeed checkpoint", "peer", package="deepspeed", made_by="checkpoints:DeepSpeed", usual=False),
+    _offload("Transformers offload", "", "checkpoints:Offloaded", "the inputs stay where they are"),
     _offload("DeepSpeed cpu_checkpointing", "deepspeed", "checkpoints:DeepSpeedCpu", "its backward fails"),
     _offload("torchtune offload", "torchtune", "hooks:Torchtune", "it asks for a CUDA stream and raises"),
     _offload("TRL offload", "trl", "hooks:Trl", "it asks for an accelerator and raises"),
