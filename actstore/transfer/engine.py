@@ -20,7 +20,7 @@ import torch
 
 from actstore.base.ledger import Account, Ledger
 from actstore.base.reaper import Reaper
-from actstore.base.ticket import DONE, Ticket
+from actstore.base.ticket import Ticket
 from actstore.base.units import round_up
 from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError
@@ -36,6 +36,7 @@ DEVICE_WINDOW_NBYTES = 256 * 2**20  # about 5 ms of copies on a 55 GB/s link
 HOST_WINDOW_NBYTES = 32 * 2**20  # four writes of host threads, of a chunk each
 SMALL_NBYTES = 2**20  # smaller payloads share parcels
 PARCEL_NBYTES = 4 * 2**20
+ACCELERATOR_FACTOR = 16  # times both on an accelerator: its link takes so many bytes while the host queues one copy
 MIN_PARCELS_PER_LIMIT = 256  # at least so many shared parcels fit within the limit of all that is held
 MIN_PARCELS_PER_BOUND = 8  # at least so many shared parcels fit within the bound of what waits on the device
 BERTH_ALIGN_NBYTES = 64
@@ -62,6 +63,8 @@ class Engine:
         *,
         poison: bool = False,
     ) -> None:
+        factor = 1 if device.on_host else ACCELERATOR_FACTOR
+        self._small_nbytes, self._parcel_nbytes = factor * SMALL_NBYTES, factor * PARCEL_NBYTES
         window_nbytes = window_nbytes or (HOST_WINDOW_NBYTES if device.on_host else DEVICE_WINDOW_NBYTES)
         self._device = device
         self._traffic = traffic = Traffic(device, ledger, window_nbytes, Timekeeper(ledger, trace), poison=poison)
@@ -108,7 +111,7 @@ class Engine:
         waits only where a host thread does the copy. Call `depart` once the payload's encoding is queued, or `cancel`.
         """
         size = nbytes if tier.alone else round_up(max(nbytes, 1), BERTH_ALIGN_NBYTES)
-        small = size < SMALL_NBYTES and not tier.alone
+        small = size < self._small_nbytes and not tier.alone
         stream, parcel, berth = self._device.current(), None, None
         if not self._traffic.ledger.fits(nbytes):
             self.make_room(nbytes)
@@ -139,6 +142,8 @@ class Engine:
                     if oldest is None:
                         assert parcel is not None
                         berth = self._traffic.assign(self, parcel, size, nbytes, account)
+                        if not parcel.closed and parcel.used == parcel.capacity:
+                            self._traffic.seal(parcel)
                         return berth
                 self._wait_for(oldest, [(account, nbytes)])
         except BaseException:  # an interrupt (Ctrl-C), also as the lock is given back
@@ -157,7 +162,7 @@ class Engine:
         """
         share = self._traffic.quota.limit_nbytes(run) // MIN_PARCELS_PER_BOUND
         most = int(min(1 << max(0, share.bit_length() - 1), self._traffic.ledger.budget.limit / MIN_PARCELS_PER_LIMIT))
-        return min(PARCEL_NBYTES, most)
+        return min(self._parcel_nbytes, most)
 
     def depart(self, berth: Berth) -> None:
         """Send the parcel of a payload when it is full. The payload's encoding is queued on the current stream."""
@@ -195,9 +200,9 @@ class Engine:
 
     def peeked(self, berth: Berth) -> None:
         """Note that the work on the bytes of `peek` is queued."""
-        read = self._device.record(self._device.current())
+        stream = self._device.current()
         with self._lock:
-            berth.parcel.reads.append(read)
+            berth.parcel.reads.add(stream)
             self._traffic.release(berth.parcel, 1)
 
     def flush(self, run: TransferRun[Berth]) -> None:
@@ -245,7 +250,8 @@ class Engine:
                 account.misses += 1
             self._traffic.use(parcel, 1)
             arrival, buffer = None, parcel.buffer
-            if parcel.fetched or stream != parcel.home:
+            awaited = parcel.fetched and stream in parcel.reads  # by the decoding of another payload
+            if not awaited and (parcel.fetched or stream != parcel.home):
                 arrival = parcel.arrival or self._device.record(parcel.home)
             try:
                 self._traffic.look_ahead(parcel.run)
@@ -305,11 +311,10 @@ class Engine:
 
     def leave(self, berth: Berth) -> None:
         """Note that the decoding of a payload is queued on the current stream."""
-        read = self._device.record(self._device.current())
+        stream = self._device.current()
         with self._lock:
             parcel = berth.parcel
-            if read is not DONE:
-                parcel.reads = [*(ticket for ticket in parcel.reads if not ticket.ready()), read]
+            parcel.reads.add(stream)
             berth.count_read()
             if self._traffic.release(parcel, 1):
                 self._traffic.look_ahead(parcel.run)

@@ -63,7 +63,7 @@ class Parcel:
     users : threads that decode from `buffer` now
     waiting_nbytes, ahead_nbytes, leaving_nbytes : its bytes as the quota counts them now
     occupied : its bytes as the books of the tier count them now, in a list
-    reads : the decodings that may still run on `buffer`
+    reads : the streams of decodings that may still run on `buffer`
     unread : berths with fewer reads than readers
     """
 
@@ -85,7 +85,7 @@ class Parcel:
         self.unread: set[Berth] = set()
         self.arrival: Ticket | None = None
         self.motion: Ticket | None = None
-        self.reads: list[Ticket] = []
+        self.reads: set[Any] = set()
         self.used = 0
         self.filling = 0
         self.users = 0

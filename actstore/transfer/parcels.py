@@ -114,7 +114,7 @@ class Parcels:
             key = parcel.run, parcel.tier, parcel.home
             if self.open.get(key) is parcel:
                 del self.open[key]
-            parcel.reads.append(self.device.record(parcel.home))
+            parcel.reads.add(parcel.home)
         elif state is ParcelState.OFFLOADING:
             self.quota.leave(parcel)
         else:
@@ -141,7 +141,8 @@ class Parcels:
         motion = parcel.motion
         # A host thread skips a copy whose slot was freed before it began: `motion` has then not awaited `before`.
         before = buffer.after if parcel.fetched else (parcel.arrival,)
-        after = [ticket for ticket in (*before, *parcel.reads) if ticket is not None and not ticket.ready()]
+        reads = map(self.device.record, parcel.reads)
+        after = [ticket for ticket in (*before, *reads) if ticket is not None and not ticket.ready()]
         if motion is None or motion.ready():
             self.buffers.give(buffer, after, parcel)  # 6
         elif motion.on_stream:
@@ -149,7 +150,7 @@ class Parcels:
         else:
             self.leaving += ((motion, buffer, after),)
             parcel.buffer = None
-        parcel.reads = []
+        parcel.reads = set()
         self.buffers.shrink()
 
     def book(self, parcel: Parcel, *, here: bool) -> None:

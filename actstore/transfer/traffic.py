@@ -147,7 +147,7 @@ class Traffic(Parcels):
         unread = set(parcel.berths)
         parcel.turn(ParcelState.FETCHING)
         parcel.buffer, parcel.motion, parcel.arrival, parcel.fetched = buffer, motion, motion, True
-        parcel.unread = unread
+        parcel.unread, parcel.reads = unread, set()
         for berth in parcel.berths:
             berth.reads = 0
         self.quota.weigh(parcel)

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -133,18 +134,29 @@ def test_modules_in_inference_mode(context):
 
 
 @pytest.mark.parametrize("context", AUTOCAST)
-def test_dropout_in_inference_mode(context):
-    layers = nn.LSTM(8, 8, 2, dropout=0.5), nn.GRU(8, 8, 2, dropout=0.5), nn.TransformerEncoderLayer(8, 2, 16)
-    x = torch.randn(4, 2, 8)
-    for layer in layers:
-        found = []
-        for mode in (nullcontext(), Below(), Seeing()):
-            torch.manual_seed(0)
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(nn.LSTM, 8, 8, 2, dropout=0.5),
+        partial(nn.GRU, 8, 8, 2, dropout=0.5),
+        partial(nn.TransformerEncoderLayer, 8, 2, 16),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_dropout_in_inference_mode(context, make):
+    layer, x, found = make(), torch.randn(4, 2, 8), []
+    for mode in (nullcontext(), Below(), Seeing()):
+        torch.manual_seed(0)
+        try:
             with torch.inference_mode(), AUTOCAST[context](), mode:
                 found.append(tree_leaves(layer(x)))
-        assert same(found[1], found[0])
-        assert same(found[2], found[0])
-        assert torch.ops.aten.bernoulli_.float in mode.seen
+        except RuntimeError as error:
+            if found:
+                raise
+            pytest.skip(f"plain PyTorch: {error}")  # a bfloat16 LSTM needs AVX-512
+    assert same(found[1], found[0])
+    assert same(found[2], found[0])
+    assert torch.ops.aten.bernoulli_.float in mode.seen
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "SEGMENT_NBYTES", 4 * PAGE)
     monkeypatch.setattr(engine, "SMALL_NBYTES", 2048)
     monkeypatch.setattr(engine, "PARCEL_NBYTES", PAGE)
+    monkeypatch.setattr(engine, "ACCELERATOR_FACTOR", 1)
     monkeypatch.setattr(cells, "CELLS_PER_PAGE", 4)
     monkeypatch.setattr(staging.Ring, "chunk_nbytes", 2 * PAGE)
 

@@ -166,7 +166,7 @@ def test_a_full_tier_is_a_value(bench):
     assert bench.put(2 * MIB) is None
     small = bench.put(100 * KIB, 4)  # there is no room for a parcel of several
     assert small is not None
-    assert small.parcel.state is ParcelState.OPEN
+    assert small.parcel.state is ParcelState.OFFLOADING  # it fills a parcel of its own, which leaves at once
     assert bench.put(300 * KIB) is None
     bench.engine.flush(bench.run)
     assert bench.get(small) == 4

@@ -70,7 +70,7 @@ def source_freed_when_the_copy_is_enqueued(patch):
     def unload(self, parcel):
         buffer, parcel.buffer = parcel.buffer, None
         if buffer is not None:
-            self.buffers.give(buffer, parcel.reads)
+            self.buffers.give(buffer, [self.device.record(stream) for stream in parcel.reads])
 
     patch.setattr(Traffic, "unload", unload)
 
