@@ -6,19 +6,17 @@
 >>> loss.backward()
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from actstore._version import __version__
-from actstore.check import check_gradients, measure_gradient_error
 from actstore.errors import ActstoreError
-from actstore.inspection import fit_step, inspect_step
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Derive, Encode, Keep, Offload, Recompute, Rules
 from actstore.policy.encoded import encode
-from actstore.session import former as _former
 from actstore.session.activation_store import ActivationStore
 from actstore.session.observers import SampleErrors, Verify
-from actstore.session.planning import make_plan
 from actstore.session.report import Report
 from actstore.session.tagging import tag
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
@@ -56,5 +54,26 @@ __all__ = [
 ]
 
 
+if _TYPE_CHECKING:
+    from actstore.check import check_gradients, measure_gradient_error
+    from actstore.inspection import fit_step, inspect_step
+    from actstore.session.planning import make_plan
+
+_LATER = {  # functions whose modules are imported when they are used
+    "check_gradients": "actstore.check",
+    "fit_step": "actstore.inspection",
+    "inspect_step": "actstore.inspection",
+    "make_plan": "actstore.session.planning",
+    "measure_gradient_error": "actstore.check",
+}
+
+
 def __getattr__(name: str) -> _Any:
-    raise _former.missing(name)
+    if name not in _LATER:
+        raise AttributeError(f"module 'actstore' has no attribute {name!r}")
+    found = globals()[name] = getattr(_import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LATER]

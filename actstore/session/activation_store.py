@@ -26,7 +26,6 @@ from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import DoubleCheckpoints
-from actstore.session import former
 from actstore.session.arguments import check_plan, check_seed, listed, read_chooser, read_model, read_policy
 from actstore.session.compiling import StoreGraphs
 from actstore.session.controllers import controller_of, window_of
@@ -105,9 +104,7 @@ class ActivationStore(StoreGraphs):
         strict: bool = False,
         allow_mutation: bool = False,
         seed: int = 0,
-        **unknown: Any,
     ) -> None:
-        former.refuse(unknown)
         self._model = read_model(model)
         options, window = read_tiers(tiers := listed(tiers))
         observers = read_observers(observe := listed(observe))

@@ -22,7 +22,6 @@ from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.session.activation_store import MIN_NBYTES, ActivationStore
 from actstore.session.controllers import wish_of
 from actstore.session.entries import is_active
-from actstore.session.former import refuse
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 
@@ -38,7 +37,6 @@ def make_plan(
     tiers: Iterable[Group | Host | Disk | PluginTier | Window] = (),
     min_bytes: int | str = MIN_NBYTES,
     stateful: Iterable[Any] = (),
-    **unknown: Any,
 ) -> Plan:
     """Find the fastest policy under a budget, by running a training step some twenty to sixty times.
 
@@ -68,7 +66,6 @@ def make_plan(
     Afterwards the model, gradients, optimizers and random generators are as before; until then their copies
     are in host memory. Not thread-safe: no other thread may train the model or use the global generators meanwhile.
     """
-    refuse(unknown, "make_plan")
     if is_active():
         raise StateError(
             "make_plan was called inside a store's context. Call it outside, it enters a store of its own."

@@ -1,7 +1,6 @@
 """ActivationStore: what it accepts, what it refuses, and what it does when a tier is full."""
 
 import errno
-import importlib
 import os
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from actstore import (
 )  # fmt: skip
 from actstore.codecs import Int8, Raw
 from actstore.errors import CapacityError, ChainError, ConfigError, PolicyError, StateError, UnknownCodecError
-from actstore.session import former
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 
@@ -108,27 +106,9 @@ def test_bad_values(name):
         assert word in str(info.value)
 
 
-@pytest.mark.parametrize("name", former.ARGUMENTS)
-def test_a_former_argument_is_answered_with_the_form_of_now(name):
-    with pytest.raises(ConfigError, match=f"^{name}=: ActivationStore has no such argument any more. Write ") as info:
-        ActivationStore(policy="int8", **{name: 1})
-    for form in str(info.value).partition("Write ")[2].removesuffix(".").split(" or "):
-        assert eval(f"dict({form})", vars(actstore))  # what is to be written is an argument
-
-
 def test_an_unknown_argument_is_a_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'poliky'"):
         ActivationStore(poliky="int8")
-
-
-@pytest.mark.parametrize("name", former.NAMES)
-def test_a_former_name_is_answered_with_its_module(name):
-    with pytest.raises(AttributeError, match=f"has moved. Write: from (actstore.[a-z]+) import {name}") as info:
-        getattr(actstore, name)
-    module = str(info.value).split("from ")[1].split(" import")[0]
-    assert getattr(importlib.import_module(module), name)
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = actstore.Nothing
 
 
 BAD_POLICIES = {
