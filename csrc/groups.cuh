@@ -80,21 +80,6 @@ __device__ void store_run(typename T::bits* __restrict__ dst, const Part& part, 
     }
 }
 
-// Run `u` of codes of one byte, in four words; 0 behind the last element.
-__device__ inline void load_codes(const u8* __restrict__ payload, const Part& part, int u, u32* words) {
-    const i64 at = part.run(u);
-    if (part.full) {
-        const uint4 loaded = *reinterpret_cast<const uint4*>(payload + at);
-        words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
-    } else {
-#pragma unroll
-        for (int word = 0; word < RUN / 4; ++word) words[word] = 0;
-#pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            if (at + i < part.numel) words[i / 4] |= u32(payload[at + i]) << (i % 4 * 8);
-    }
-}
-
 // The codes behind the last element must be 0: they are the padding up to the next section.
 __device__ inline void store_codes(u8* __restrict__ payload, const Part& part, int u, const u32* words) {
     const i64 at = part.run(u);
