@@ -172,10 +172,15 @@ __device__ void decode_rows(const u8* __restrict__ payload, typename T::bits* __
         for (int k = 0; k < AHEAD; ++k) {
             const i64 at = (tile.first + start + k * tile.SLOTS) * tile.columns + tile.column;
             if (start + k * tile.SLOTS >= rows) continue;
+            if (WIDE) {
 #pragma unroll
-            for (int i = 0; i < COLUMNS; ++i) {
-                if (WIDE && i % 4 == 0) codes[k][i / 4] = reinterpret_cast<const u32*>(payload + at)[i / 4];
-                if (!WIDE && i < tile.count) codes[k][i / 4] |= u32(payload[at + i]) << (i % 4 * 8);
+                for (int i = 0; i < COLUMNS / 4; ++i) codes[k][i] = reinterpret_cast<const u32*>(payload + at)[i];
+            } else {
+                u64 bytes = 0;
+#pragma unroll 1
+                for (int i = 0; i < tile.count; ++i) bytes |= u64(payload[at + i]) << (i * 8);
+                codes[k][0] = u32(bytes);
+                if constexpr (COLUMNS == 8) codes[k][1] = u32(bytes >> 32);
             }
         }
 #pragma unroll

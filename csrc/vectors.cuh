@@ -72,9 +72,11 @@ struct VectorCodes {
         const i64 at = vectors.at(k);
         const u8* source = section + u64(vectors.at(0)) * WIDTH / 8 + k * (4 * BITS);
         if constexpr (!V::full) {
-#pragma unroll
-            for (int i = 0; i < BITS; i += 8)
-                if (at + i / WIDTH < vectors.numel) words[i / 32] |= u32(source[i / 8]) << (i % 32);
+            u64 bits = 0;
+#pragma unroll 1
+            for (int i = 0; i < BITS && at + i / WIDTH < vectors.numel; i += 8) bits |= u64(source[i / 8]) << i;
+            words[0] = u32(bits);
+            if constexpr (BITS == 64) words[1] = u32(bits >> 32);
         } else if constexpr (BITS == 64) {
             const uint2 loaded = *reinterpret_cast<const uint2*>(source);
             words[0] = loaded.x, words[1] = loaded.y;
