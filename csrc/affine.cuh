@@ -207,7 +207,7 @@ template <class T, int BITS, bool DITHER, bool KEEP>
 __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
                               u64 key) {
     using C = Codes<BITS>;
-    with_vectors<T, OWNED>(part.numel, dst, [&](auto vectors) {
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
         using V = decltype(vectors);
         const Sections<BITS> at(part);
         VectorCodes<C::LOW, V::NUMEL> low[V::COUNT];
@@ -235,7 +235,7 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
                 float steps = __fsub_rn(__uint_as_float(biased), BITS == 8 ? 8388609.0f : 8388608.0f);
                 if (DITHER && !(KEEP && __fadd_rn(quarter, __fmul_rn(steps, step)) == 0.0f))
                     steps = __fsub_rn(steps, noise.offset(k, i));
-                values[i] = clamp(__fmul_rn(__fadd_rn(quarter, __fmul_rn(steps, step)), 4.0f), T::largest());
+                values[i] = clamp(__fmul_rn(__fadd_rn(quarter, __fmul_rn(steps, step)), 4.0f), V::largest());
                 if (BITS == 8) missing |= u32(code == NOT_FINITE) << i;
             }
             vectors.store(dst, k, values, missing);
@@ -246,10 +246,10 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
 #define ENCODE(BITS, name, T, NOISE, KEEP)                                                       \
     extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_encode_##name(           \
         const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
-        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key);  \
+        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);  \
     }
 #define DECODE(BITS, name, T, DITHER, KEEP)                                                              \
     extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_decode_##name(                   \
         const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {         \
-        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes), key);         \
+        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);         \
     }

@@ -17,6 +17,8 @@ using u64 = unsigned long long;
 __device__ inline bool aligned16(const void* pointer) { return (reinterpret_cast<u64>(pointer) & 15) == 0; }
 __device__ inline i64 round_up16(i64 nbytes) { return (nbytes + 15) & ~i64(15); }
 
+__device__ inline float clamp(float value, float largest) { return fminf(fmaxf(value, -largest), largest); }
+
 // The bytes 0 of four words as one word.
 __device__ inline u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);

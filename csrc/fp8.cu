@@ -74,7 +74,7 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
 
 template <class T>
 __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part) {
-    with_vectors<T, OWNED>(part.numel, dst, [&](auto vectors) {
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
         using V = decltype(vectors);
         VectorCodes<8, V::NUMEL> codes[V::COUNT];
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
                 const u32 code = codes[k].get(i), magnitude = code & 0x7f;
                 // the same bits as a float16 are 2^-8 of the value, denormals too
                 const float small = F16::widen(u16((code & 0x80) << 8 | magnitude << 7));
-                values[i] = clamp(__fmul_rn(__fmul_rn(small, 256.0f), scale), T::largest());
+                values[i] = clamp(__fmul_rn(__fmul_rn(small, 256.0f), scale), V::largest());
                 missing |= u32(magnitude == NOT_FINITE) << i;
             }
             vectors.store(dst, k, values, missing);
@@ -103,7 +103,7 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
 #define FP8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void fp8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                  u64 key, i64 log2_lanes, i64 below) {                         \
-        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key, u32(below));             \
+        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key, u32(below));             \
     }
 #define FP8_KERNELS(name, T)                                                                                   \
     FP8_ENCODE(name, T, false, false)                                                                          \
@@ -111,8 +111,8 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
     FP8_ENCODE(name##_noise_keep, T, true, true)                                                               \
     FP8_ENCODE(name##_noise, T, true, false)                                                                   \
     extern "C" __global__ void fp8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
-                                                 i64 log2_lanes) {                                             \
-        fp8_decode<T>(payload, dst, Part(numel, count, log2_lanes));                                           \
+                                                 u64 key, i64 log2_lanes) {                                    \
+        fp8_decode<T>(payload, dst, Part(numel, count, log2_lanes, key));                                      \
     }
 
 FP8_KERNELS(f32, F32)

@@ -45,7 +45,7 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
 template <class T, bool DITHER, bool KEEP>
 __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
                             u64 key) {
-    with_vectors<T, OWNED>(part.numel, dst, [&](auto vectors) {
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
         using V = decltype(vectors);
         VectorCodes<8, V::NUMEL> codes[V::COUNT];
 #pragma unroll
@@ -64,8 +64,12 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
                 const u32 word = codes[k].words[i / 4];
                 float code = int8_code(word, i % 4);
                 if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise.offset(k, i));
-                values[i] = clamp(__fmul_rn(code, scale), T::largest());
-                missing |= u32(int8_missing(word, i % 4)) << i;
+                values[i] = __fmul_rn(code, scale);
+                if (i % 4 == 0) missing |= int8_missing(word) << i;
+            }
+            if (!(scale <= __fmul_rn(V::largest(), 0x1p-7f))) {  // else no product is larger
+#pragma unroll
+                for (int i = 0; i < V::NUMEL; ++i) values[i] = clamp(values[i], V::largest());
             }
             vectors.store(dst, k, values, missing);
         }
@@ -75,12 +79,12 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
 #define INT8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void int8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                   u64 key, i64 log2_lanes) {                                    \
-        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key);                         \
+        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);                         \
     }
 #define INT8_DECODE(name, T, DITHER, KEEP)                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 3) int8_decode_##name(                                    \
         const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {                \
-        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes), key);                        \
+        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);                        \
     }
 #define INT8_KERNELS(name, T)                     \
     INT8_ENCODE(name, T, false, false)            \

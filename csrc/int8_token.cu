@@ -188,13 +188,15 @@ __device__ void decode_rows(const u8* __restrict__ payload, typename T::bits* __
             const i64 at = (tile.first + start + k * tile.SLOTS) * tile.columns + tile.column;
             if (start + k * tile.SLOTS >= rows) continue;
             const u64 noise = DITHER ? noise_bytes(at, key) : 0;
-            u32 words[4] = {};
+            u32 words[4] = {}, missing = 0;
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 4; ++i) missing |= int8_missing(codes[k][i]) << (4 * i);
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
                 float code = int8_code(codes[k][i / 4], i % 4);
                 if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise_at(noise, i));
                 const float value = clamp(__fmul_rn(code, scales[i]), T::largest());
-                const typename T::bits element = int8_missing(codes[k][i / 4], i % 4) ? T::nan : T::narrow(value);
+                const typename T::bits element = missing >> i & 1 ? T::nan : T::narrow(value);
                 words[i * 4 / COLUMNS] |= u32(element) << (i * 128 / COLUMNS % 32);
                 if (!WIDE && i < tile.count) dst[at + i] = element;
             }

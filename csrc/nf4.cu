@@ -162,7 +162,7 @@ __device__ void nf4_encode(const typename T::bits* __restrict__ src, u8* __restr
 
 template <class T, bool BNB>
 __device__ void nf4_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part) {
-    with_vectors<T, OWNED>(part.numel, dst, [&](auto vectors) {
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
         using V = decltype(vectors);
         VectorCodes<4, V::NUMEL> codes[V::COUNT];
 #pragma unroll
@@ -181,7 +181,7 @@ __device__ void nf4_decode(const u8* __restrict__ payload, typename T::bits* __r
 #pragma unroll
             for (int i = 0; i < V::NUMEL; ++i) {
                 const float value = __shfl_sync(ALL_LANES, table, int(codes[k].words[0] >> place<BNB>(i)));
-                values[i] = clamp(__fmul_rn(value, absmax), T::largest());
+                values[i] = clamp(__fmul_rn(value, absmax), V::largest());
             }
             vectors.store(dst, k, values, bits > INF ? ALL_LANES : 0);
         }
@@ -190,20 +190,22 @@ __device__ void nf4_decode(const u8* __restrict__ payload, typename T::bits* __r
 
 #define NF4_ENCODE(name, T, BNB, KEEP)                                                                         \
     extern "C" __global__ void nf4_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
-                                                 i64 log2_lanes) {                                             \
-        nf4_encode<T, BNB, KEEP>(src, payload, Part(numel, count, log2_lanes));                                \
+                                                 u64 key, i64 log2_lanes) {                                    \
+        nf4_encode<T, BNB, KEEP>(src, payload, Part(numel, count, log2_lanes, key));                           \
     }
 #define NF4_KERNELS(name, T, BNB)                                                                              \
     NF4_ENCODE(name, T, BNB, false)                                                                            \
     NF4_ENCODE(name##_keep, T, BNB, true)                                                                      \
     extern "C" __global__ void nf4_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
-                                                 i64 log2_lanes) {                                             \
-        nf4_decode<T, BNB>(payload, dst, Part(numel, count, log2_lanes));                                      \
+                                                 u64 key, i64 log2_lanes) {                                    \
+        nf4_decode<T, BNB>(payload, dst, Part(numel, count, log2_lanes, key));                                 \
     }
 
 NF4_KERNELS(f32, F32, false)
 NF4_KERNELS(f16, F16, false)
 NF4_KERNELS(bf16, BF16, false)
+#ifndef ROTATED
 NF4_KERNELS(f32_bnb, F32, true)
 NF4_KERNELS(f16_bnb, F16, true)
 NF4_KERNELS(bf16_bnb, BF16, true)
+#endif

@@ -2,7 +2,7 @@
 // Decoded elements as vectors of 16 bytes. A warp owns 32 * OWNED consecutive elements; vector `k` of lane `l` is its
 // vector 32 * k + l: a store of the warp fills 512 consecutive bytes. Memory takes stores that fill parts of its sectors
 // at half the rate and less. All lanes stay to the end: the shuffles name all of them.
-#include "philox.cuh"
+#include "rotation.cuh"
 
 // With FULL all elements of the warp exist, and their memory starts at a multiple of 16.
 template <class T, int OWNED, bool FULL>
@@ -10,17 +10,25 @@ struct Vectors {
     static constexpr int NUMEL = 16 / sizeof(typename T::bits);  // elements of a vector
     static constexpr int COUNT = OWNED / NUMEL;                  // vectors of a lane
     static constexpr bool full = FULL;
-    i64 numel, first;
+    i64 given, numel, first;
     int lane;
+    u32 signs;  // where elements are rotated
 
+    __device__ static float largest() { return ROTATION_NUMEL > 1 ? F32::largest() : T::largest(); }
     __device__ i64 at(int k) const { return first + (k * 32 + lane) * NUMEL; }
 
     // The lane that owns vector `k` where each owns OWNED consecutive elements.
     __device__ int owner(int k) const { return k * (32 * NUMEL / OWNED) + lane * NUMEL / OWNED; }
 
-    // Writes vector `k`: values, finite and at most the largest of T, or NaN where a bit of `missing` is set.
-    __device__ void store(typename T::bits* __restrict__ dst, int k, const float* values, u32 missing) const {
+    // Writes vector `k`: values, finite and at most `largest`, or NaN where a bit of `missing` is set.
+    __device__ void store(typename T::bits* __restrict__ dst, int k, float* values, u32 missing) const {
         u32 words[4];
+        if (ROTATION_NUMEL > 1) {
+            if (missing) values[0] = __uint_as_float(F32::nan);  // it spreads
+            missing = rotate_back<NUMEL>(values, lane, signs) ? 0 : ALL_LANES;
+#pragma unroll
+            for (int i = 0; i < NUMEL; ++i) values[i] = clamp(values[i], T::largest());
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = T::pack(values + i * NUMEL / 4);
         if (missing) {
@@ -36,7 +44,7 @@ struct Vectors {
         } else {
 #pragma unroll
             for (int i = 0; i < NUMEL; ++i)
-                if (at(k) + i < numel) dst[at(k) + i] = typename T::bits(words[i * 4 / NUMEL] >> shift(i));
+                if (at(k) + i < given) dst[at(k) + i] = typename T::bits(words[i * 4 / NUMEL] >> shift(i));
         }
     }
 
@@ -47,15 +55,16 @@ struct Vectors {
     }
 };
 
-// Calls `body` with the vectors that elements at `dst` have.
+// Calls `body` with the vectors of `given` elements at `dst`, which have `numel` codes.
 template <class T, int OWNED, class F>
-__device__ void with_vectors(i64 numel, const typename T::bits* dst, const F& body) {
+__device__ void with_vectors(i64 given, i64 numel, u64 key, const typename T::bits* dst, const F& body) {
     const int lane = int(threadIdx.x) & 31;
     const i64 first = (i64(blockIdx.x) * blockDim.x + threadIdx.x - lane) * OWNED;
-    if (first + 32 * OWNED <= numel && aligned16(dst))
-        body(Vectors<T, OWNED, true>{numel, first, lane});
+    const u32 signs = ROTATION_NUMEL > 1 ? signs_from(lane * int(16 / sizeof(typename T::bits)), key) : 0;
+    if (first + 32 * OWNED <= given && aligned16(dst))
+        body(Vectors<T, OWNED, true>{given, numel, first, lane, signs});
     else
-        body(Vectors<T, OWNED, false>{numel, first, lane});
+        body(Vectors<T, OWNED, false>{given, numel, first, lane, signs});
 }
 
 // The codes of a vector, `WIDTH` bits each, side by side; 0 behind the last element.
