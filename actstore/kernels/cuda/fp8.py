@@ -12,8 +12,14 @@ SCALE_LOW_BITS = {"linear": 0xFFFF, "pow2": 0x7FFFFF}  # bits of a float32 below
 
 
 def kernels(
-    dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool, prefix: str = ""
-) -> Kernels:  # noqa: A002
+    dtype: torch.dtype,
+    device: torch.device,
+    group: int,
+    scale: str,
+    round: str,  # noqa: A002
+    keep: bool,
+    prefix: str = "",
+) -> Kernels:
     """Return the kernels for one dtype and set of options on one device, of the source with this prefix."""
     options = "_noise" * (round != "nearest") + "_keep" * keep
     run_encode = launch.launcher(f"{prefix}fp8", f"fp8_encode_{SUFFIX[dtype]}{options}", device)
