@@ -243,13 +243,15 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
     });
 }
 
+constexpr int BLOCKS = ROTATION_NUMEL > 1 ? 2 : 3;  // of a multiprocessor: as many as registers allow
+
 #define ENCODE(BITS, name, T, NOISE, KEEP)                                                       \
-    extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_encode_##name(           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_encode_##name(           \
         const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
         affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);  \
     }
 #define DECODE(BITS, name, T, DITHER, KEEP)                                                              \
-    extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_decode_##name(                   \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_decode_##name(                   \
         const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {         \
         affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);         \
     }
