@@ -185,7 +185,7 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             const float value = values[u * RUN + i];
-            const float above = fmaxf(__fsub_rn(__fmul_rn(value, 0.25f), group.quarter), 0.0f);
+            const float above = fmaxf(__fmaf_rn(value, 0.25f, -group.quarter), 0.0f);
             float steps = __fmul_rn(above, group.reciprocal);
             if (NOISE) steps = __fadd_rn(steps, noise.offset(i));
             u32 code = __float_as_uint(__fadd_rn(steps, MAGIC));
@@ -213,7 +213,8 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
         VectorCodes<C::LOW, V::NUMEL> low[V::COUNT];
         VectorCodes<C::HIGH, V::NUMEL> high[V::COUNT];
 #pragma unroll
-        for (int k = 0; k < V::COUNT; ++k) low[k].load(payload, vectors, k), high[k].load(payload + at.upper, vectors, k);
+        for (int k = 0; k < V::COUNT; ++k)
+            low[k].load(payload, vectors, k), high[k].load(payload + at.upper, vectors, k);
         u32 own = 0;  // minimum, scale
         if (part.first < part.numel)
             own = u32(reinterpret_cast<const u16*>(payload + at.minima)[part.group]) << 16 |
@@ -245,13 +246,13 @@ __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* 
 
 constexpr int BLOCKS = ROTATION_NUMEL > 1 ? 2 : 3;  // of a multiprocessor: as many as registers allow
 
-#define ENCODE(BITS, name, T, NOISE, KEEP)                                                       \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_encode_##name(           \
-        const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
-        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);  \
+#define ENCODE(BITS, name, T, NOISE, KEEP)                                                           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_encode_##name(          \
+        const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) {     \
+        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key); \
     }
-#define DECODE(BITS, name, T, DITHER, KEEP)                                                              \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_decode_##name(                   \
-        const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {         \
-        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);         \
+#define DECODE(BITS, name, T, DITHER, KEEP)                                                           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_decode_##name(           \
+        const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {      \
+        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key); \
     }

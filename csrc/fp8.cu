@@ -103,7 +103,7 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
 #define FP8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void fp8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                  u64 key, i64 log2_lanes, i64 below) {                         \
-        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key, u32(below));             \
+        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key, u32(below));        \
     }
 #define FP8_KERNELS(name, T)                                                                                   \
     FP8_ENCODE(name, T, false, false)                                                                          \

@@ -79,12 +79,12 @@ __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __
 #define INT8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void int8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                   u64 key, i64 log2_lanes) {                                    \
-        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);                         \
+        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);                    \
     }
-#define INT8_DECODE(name, T, DITHER, KEEP)                                                                      \
-    extern "C" __global__ void __launch_bounds__(256, 3) int8_decode_##name(                                    \
-        const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {                \
-        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);                        \
+#define INT8_DECODE(name, T, DITHER, KEEP)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                                            \
+        int8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
+        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);                       \
     }
 #define INT8_KERNELS(name, T)                     \
     INT8_ENCODE(name, T, false, false)            \

@@ -4,15 +4,15 @@
 
 constexpr int THREADS = 256;
 constexpr int BLOCK_COLUMNS = 64;
-constexpr int COLUMNS = 8;             // neighbouring columns of a thread that encodes
+constexpr int COLUMNS = 8;  // neighbouring columns of a thread that encodes
 constexpr int COLUMN_LANES = BLOCK_COLUMNS / COLUMNS;
 constexpr int SLOTS = THREADS / COLUMN_LANES;
 constexpr int ROWS = OWNED / COLUMNS;  // rows of a thread in registers
 constexpr int WARPS = 8;
 constexpr i64 CHUNK = i64(SLOTS) * ROWS;  // rows of a block in registers
 
-// The work of a block of threads: 64 columns of one group of rows. Each thread owns COLUMNS neighbouring columns of rows
-// slot, slot + SLOTS, ...
+// The work of a block of threads: 64 columns of one group of rows. Each thread owns COLUMNS neighbouring columns of
+// rows slot, slot + SLOTS, ...
 template <int COLUMNS>
 struct Tile {
     static constexpr int COLUMN_LANES = BLOCK_COLUMNS / COLUMNS;  // threads that share a row
@@ -54,7 +54,8 @@ __device__ inline float noise_at(u64 bytes, int i) { return noise_offset(u32(byt
 
 // 8 elements of a row; 0 behind the last element.
 template <class T>
-__device__ void load_columns(const typename T::bits* __restrict__ src, const Tile<COLUMNS>& tile, bool wide, float* values) {
+__device__ void load_columns(const typename T::bits* __restrict__ src, const Tile<COLUMNS>& tile, bool wide,
+                             float* values) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
     if (wide) {
         const uint4* vectors = reinterpret_cast<const uint4*>(src);
@@ -220,10 +221,10 @@ __device__ void int8_token_decode(const u8* __restrict__ payload, typename T::bi
         decode_rows<T, DITHER, KEEP, false>(payload, dst, key, rows, tile, scales);
 }
 
-#define INT8_TOKEN_ENCODE(name, T, NOISE, KEEP)                                                              \
-    extern "C" __global__ void int8_token_encode_##name(const T::bits* src, u8* payload, i64 numel, u64 key, \
-                                                        i64 group, i64 columns) {                            \
-        int8_token_encode<T, NOISE, KEEP>(src, payload, numel, key, group, Tile<COLUMNS>(numel, group, columns));     \
+#define INT8_TOKEN_ENCODE(name, T, NOISE, KEEP)                                                                   \
+    extern "C" __global__ void int8_token_encode_##name(const T::bits* src, u8* payload, i64 numel, u64 key,      \
+                                                        i64 group, i64 columns) {                                 \
+        int8_token_encode<T, NOISE, KEEP>(src, payload, numel, key, group, Tile<COLUMNS>(numel, group, columns)); \
     }
 #define INT8_TOKEN_DECODE(name, T, DITHER, KEEP)                                                             \
     extern "C" __global__ void int8_token_decode_##name(const u8* payload, T::bits* dst, i64 numel, u64 key, \
