@@ -25,8 +25,12 @@ __device__ void inverse(const u32* __restrict__ scratch, typename T::bits* __res
         for (int k = 0; k < V::COUNT; ++k) {
             float values[V::NUMEL];
 #pragma unroll
-            for (int i = 0; i < V::NUMEL; ++i)
-                values[i] = vectors.at(k) < numel ? F32::widen(scratch[vectors.at(k) + i]) : 0.0f;
+            for (int i = 0; i < V::NUMEL; i += 4) {
+                uint4 four = make_uint4(0, 0, 0, 0);
+                if (vectors.at(k) < numel) four = *reinterpret_cast<const uint4*>(scratch + vectors.at(k) + i);
+                values[i] = F32::widen(four.x), values[i + 1] = F32::widen(four.y);
+                values[i + 2] = F32::widen(four.z), values[i + 3] = F32::widen(four.w);
+            }
             const bool finite = rotate_back<V::NUMEL>(values, vectors.lane, signs);
 #pragma unroll
             for (int i = 0; i < V::NUMEL; ++i) values[i] = clamp(values[i], T::largest());

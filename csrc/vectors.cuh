@@ -1,7 +1,7 @@
 #pragma once
 // Decoded elements as vectors of 16 bytes. A warp owns 32 * OWNED consecutive elements; vector `k` of lane `l` is its
-// vector 32 * k + l: a store of the warp fills 512 consecutive bytes. Memory takes stores that fill parts of its
-// sectors at half the rate and less. All lanes stay to the end: the shuffles name all of them.
+// vector 32 * k + l: a store of the warp fills 512 consecutive bytes, and none only a part of a sector. All lanes stay
+// to the end: the shuffles name all of them.
 #include "rotation.cuh"
 
 // With FULL all elements of the warp exist, and their memory starts at a multiple of 16.
