@@ -1,7 +1,7 @@
 #pragma once
 // Affine blocks with a bfloat16 scale and minimum. Format: affine.md.
 #include "groups.cuh"
-#include "philox.cuh"
+#include "vectors.cuh"
 
 constexpr u32 SMALLEST_MINIMUM = 0x08800000u;  // 2^-110
 constexpr u32 SMALLEST_QUARTER = 0x16800000u;  // 2^-82
@@ -18,7 +18,6 @@ struct Plane {
     u32 words[(NBYTES + 3) / 4] = {};
 
     __device__ void put(int i, u32 code) { words[i * WIDTH / 32] |= (code & MASK) << (i * WIDTH % 32); }
-    __device__ u32 get(int i) const { return words[i * WIDTH / 32] >> (i * WIDTH % 32) & MASK; }
 
     // Writes run `u` of the plane from `payload + start` to `payload + end`, whose padding becomes 0.
     __device__ void store(u8* payload, i64 start, i64 end, const Part& part, int u) const {
@@ -41,33 +40,12 @@ struct Plane {
             *reinterpret_cast<u16*>(target) = u16(words[0]);
         }
     }
-    __device__ void load(const u8* payload, i64 start, i64 end, const Part& part, int u) {
-        const i64 at = start + part.run(u) / RUN * NBYTES;
-        const u8* source = payload + at;
-        if (!part.full) {
-#pragma unroll
-            for (int i = 0; i < NBYTES; ++i)
-                if (at + i < end) words[i / 4] |= u32(source[i]) << (i % 4 * 8);
-        } else if constexpr (NBYTES == 16) {
-            const uint4 loaded = *reinterpret_cast<const uint4*>(source);
-            words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
-        } else if constexpr (NBYTES == 8) {
-            const uint2 loaded = *reinterpret_cast<const uint2*>(source);
-            words[0] = loaded.x, words[1] = loaded.y;
-        } else if constexpr (NBYTES == 4) {
-            words[0] = *reinterpret_cast<const u32*>(source);
-        } else {
-            words[0] = *reinterpret_cast<const u16*>(source);
-        }
-    }
 };
 
 template <>
 struct Plane<0> {
     __device__ void put(int, u32) {}
-    __device__ u32 get(int) const { return 0; }
     __device__ void store(u8*, i64, i64, const Part&, int) const {}
-    __device__ void load(const u8*, i64, i64, const Part&, int) {}
 };
 
 template <int BITS>
@@ -207,7 +185,7 @@ __device__ void affine_encode(const typename T::bits* __restrict__ src, u8* __re
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             const float value = values[u * RUN + i];
-            const float above = fmaxf(__fsub_rn(__fmul_rn(value, 0.25f), group.quarter), 0.0f);
+            const float above = fmaxf(__fmaf_rn(value, 0.25f, -group.quarter), 0.0f);
             float steps = __fmul_rn(above, group.reciprocal);
             if (NOISE) steps = __fadd_rn(steps, noise.offset(i));
             u32 code = __float_as_uint(__fadd_rn(steps, MAGIC));
@@ -229,45 +207,52 @@ template <class T, int BITS, bool DITHER, bool KEEP>
 __device__ void affine_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
                               u64 key) {
     using C = Codes<BITS>;
-    if (part.first >= part.numel) return;
-    const Sections<BITS> at(part);
-    const u32 minimum = reinterpret_cast<const u16*>(payload + at.minima)[part.group];
-    const float quarter = __fmul_rn(BF16::widen(u16(minimum)), 0.25f);
-    const float scale = BF16::widen(reinterpret_cast<const u16*>(payload + at.scales)[part.group]);
-    const float step = __fmul_rn(scale, 0.25f);
-    const bool unknown = (minimum & 0x7fff) >= INF >> 16;
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
+        using V = decltype(vectors);
+        const Sections<BITS> at(part);
+        VectorCodes<C::LOW, V::NUMEL> low[V::COUNT];
+        VectorCodes<C::HIGH, V::NUMEL> high[V::COUNT];
 #pragma unroll
-    for (int u = 0; u < RUNS; ++u) {
-        const i64 start = part.run(u);
-        Plane<C::LOW> low;
-        Plane<C::HIGH> high;
-        low.load(payload, 0, at.upper, part, u);
-        high.load(payload, at.upper, at.scales, part, u);
-        const Noise noise(DITHER ? u64(start) / RUN : 0, key);
-        float values[RUN];
-        u32 missing = unknown ? ALL_LANES : 0;
+        for (int k = 0; k < V::COUNT; ++k)
+            low[k].load(payload, vectors, k), high[k].load(payload + at.upper, vectors, k);
+        u32 own = 0;  // minimum, scale
+        if (part.first < part.numel)
+            own = u32(reinterpret_cast<const u16*>(payload + at.minima)[part.group]) << 16 |
+                  reinterpret_cast<const u16*>(payload + at.scales)[part.group];
+        VectorNoise<V> noise;
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) {
-            const u32 code = low.get(i) | high.get(i) << C::LOW;
-            // conversions from integers run at a quarter of this rate
-            const u32 biased = UNSIGNED | (BITS == 8 ? code ^ 0x80 : code);
-            float steps = __fsub_rn(__uint_as_float(biased), BITS == 8 ? 8388609.0f : 8388608.0f);
-            if (DITHER && !(KEEP && __fadd_rn(quarter, __fmul_rn(steps, step)) == 0.0f))
-                steps = __fsub_rn(steps, noise.offset(i));
-            values[i] = clamp(__fmul_rn(__fadd_rn(quarter, __fmul_rn(steps, step)), 4.0f), T::largest());
-            if (BITS == 8) missing |= u32(code == NOT_FINITE) << i;
+        for (int k = 0; k < V::COUNT; ++k) {
+            const u32 both = __shfl_sync(ALL_LANES, own, vectors.owner(k));
+            const float quarter = __fmul_rn(__uint_as_float(both & 0xffff0000u), 0.25f);
+            const float step = __fmul_rn(BF16::widen(u16(both)), 0.25f);
+            if (DITHER && k % noise.PIECES == 0) noise.draw(vectors, k, key);
+            float values[V::NUMEL];
+            u32 missing = (both & ~SIGN) >= INF ? ALL_LANES : 0;
+#pragma unroll
+            for (int i = 0; i < V::NUMEL; ++i) {
+                const u32 code = low[k].get(i) | high[k].get(i) << C::LOW;
+                // conversions from integers run at a quarter of this rate
+                const u32 biased = UNSIGNED | (BITS == 8 ? code ^ 0x80 : code);
+                float steps = __fsub_rn(__uint_as_float(biased), BITS == 8 ? 8388609.0f : 8388608.0f);
+                if (DITHER && !(KEEP && __fadd_rn(quarter, __fmul_rn(steps, step)) == 0.0f))
+                    steps = __fsub_rn(steps, noise.offset(k, i));
+                values[i] = clamp(__fmul_rn(__fadd_rn(quarter, __fmul_rn(steps, step)), 4.0f), V::largest());
+                if (BITS == 8) missing |= u32(code == NOT_FINITE) << i;
+            }
+            vectors.store(dst, k, values, missing);
         }
-        store_run<T>(dst, part, u, values, missing);
-    }
+    });
 }
 
-#define ENCODE(BITS, name, T, NOISE, KEEP)                                                       \
-    extern "C" __global__ void __launch_bounds__(256, 3) affine##BITS##_encode_##name(           \
-        const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
-        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key);  \
+constexpr int BLOCKS = ROTATION_NUMEL > 1 ? 2 : 3;  // of a multiprocessor: as many as registers allow
+
+#define ENCODE(BITS, name, T, NOISE, KEEP)                                                           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_encode_##name(          \
+        const T::bits* src, u8* payload, i64 numel, const i64* count, u64 key, i64 log2_lanes) {     \
+        affine_encode<T, BITS, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key); \
     }
-#define DECODE(BITS, name, T, DITHER, KEEP)                                                              \
-    extern "C" __global__ void affine##BITS##_decode_##name(const u8* payload, T::bits* dst, i64 numel,  \
-                                                            const i64* count, u64 key, i64 log2_lanes) { \
-        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes), key);         \
+#define DECODE(BITS, name, T, DITHER, KEEP)                                                           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) affine##BITS##_decode_##name(           \
+        const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) {      \
+        affine_decode<T, BITS, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key); \
     }

@@ -17,18 +17,22 @@ using u64 = unsigned long long;
 __device__ inline bool aligned16(const void* pointer) { return (reinterpret_cast<u64>(pointer) & 15) == 0; }
 __device__ inline i64 round_up16(i64 nbytes) { return (nbytes + 15) & ~i64(15); }
 
+__device__ inline float clamp(float value, float largest) { return fminf(fmaxf(value, -largest), largest); }
+
 // The bytes 0 of four words as one word.
 __device__ inline u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// A float type by its bits: `widen` to float32, `narrow` a float32 of at most `largest` to the nearest, ties to even.
+// A float type by its bits: `widen` to float32, `narrow` a float32 of at most `largest` to the nearest, ties to even;
+// `pack` the next ones into a word.
 struct F32 {
     using bits = u32;
     static constexpr bits nan = 0x7fc00000u;
     __device__ static float largest() { return __uint_as_float(0x7f7fffffu); }
     __device__ static float widen(bits value) { return __uint_as_float(value); }
     __device__ static bits narrow(float value) { return __float_as_uint(value); }
+    __device__ static u32 pack(const float* values) { return __float_as_uint(*values); }
 };
 
 struct BF16 {
@@ -39,6 +43,15 @@ struct BF16 {
     __device__ static bits narrow(float value) {
         const u32 word = __float_as_uint(value);
         return bits((word + 0x7fffu + ((word >> 16) & 1)) >> 16);
+    }
+    __device__ static u32 pack(const float* values) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        u32 both;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(values[1]), "f"(values[0]));
+        return both;
+#else
+        return narrow(values[0]) | u32(narrow(values[1])) << 16;
+#endif
     }
 };
 
@@ -73,4 +86,5 @@ struct F16 {
         return bits((word & SIGN) >> 16 | (magnitude < 0x38800000u ? denormal : normal));
     }
 #endif
+    __device__ static u32 pack(const float* values) { return narrow(values[0]) | u32(narrow(values[1])) << 16; }
 };

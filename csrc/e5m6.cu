@@ -1,5 +1,5 @@
 // e5m6: 12-bit floats. Format: e5m6.md.
-#include "common.cuh"
+#include "vectors.cuh"
 
 constexpr int RUN = 16;                // elements of a thread
 constexpr u32 EXPONENT = 0x7f800000u;  // of a float32
@@ -88,35 +88,23 @@ __device__ void e5m6_encode(const typename T::bits* __restrict__ src, u8* __rest
 }
 
 template <class T>
-__device__ void e5m6_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part) {
-    constexpr int PER_WORD = 4 / sizeof(typename T::bits);
-    if (part.at >= part.numel) return;
-    const uint4 loaded = *reinterpret_cast<const uint4*>(payload + part.at);
-    const u32 high[RUN / 4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    u32 low[RUN / 8] = {};
-    if (part.full) {
-        const uint2 both = *reinterpret_cast<const uint2*>(payload + part.low);
-        low[0] = both.x, low[1] = both.y;
-    } else {
+__device__ void e5m6_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, i64 numel) {
+    with_vectors<T, RUN>(numel, numel, 0, dst, [&](auto vectors) {
+        using V = decltype(vectors);
+        VectorCodes<8, V::NUMEL> high[V::COUNT];
+        VectorCodes<4, V::NUMEL> low[V::COUNT];
 #pragma unroll
-        for (int i = 0; i < RUN; i += 2)
-            if (part.at + i < part.numel) low[i / 8] |= u32(payload[part.low + i / 2]) << (i % 8 * 4);
-    }
-    const bool whole = part.full && aligned16(dst);
-    u32 words[RUN / PER_WORD] = {};
+        for (int k = 0; k < V::COUNT; ++k)
+            high[k].load(payload, vectors, k), low[k].load(payload + round_up16(numel), vectors, k);
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-        const u32 code = (high[i / 4] >> (i % 4 * 8) & 0xff) << 4 | (low[i / 8] >> (i % 8 * 4) & 15);
-        const typename T::bits element = Coded<T>::value(code);
-        words[i / PER_WORD] |= u32(element) << (i % PER_WORD * 16);
-        if (!whole && part.at + i < part.numel) dst[part.at + i] = element;
-    }
-    if (whole) {
-        uint4* vectors = reinterpret_cast<uint4*>(dst + part.at);
+        for (int k = 0; k < V::COUNT; ++k) {
+            u32 words[4] = {};
 #pragma unroll
-        for (int v = 0; v < RUN / PER_WORD / 4; ++v)
-            vectors[v] = make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
-    }
+            for (int i = 0; i < V::NUMEL; ++i)
+                words[i * 4 / V::NUMEL] |= u32(Coded<T>::value(high[k].get(i) << 4 | low[k].get(i))) << V::shift(i);
+            vectors.store(dst, k, words);
+        }
+    });
 }
 
 #define E5M6_ENCODE(name, T, KEEP)                                                                                \
@@ -127,7 +115,7 @@ __device__ void e5m6_decode(const u8* __restrict__ payload, typename T::bits* __
     E5M6_ENCODE(name, T, false)                                                                                   \
     E5M6_ENCODE(name##_keep, T, true)                                                                             \
     extern "C" __global__ void e5m6_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count) { \
-        e5m6_decode<T>(payload, dst, Part(numel, count));                                                         \
+        e5m6_decode<T>(payload, dst, count ? *count : numel);                                                     \
     }
 
 E5M6_KERNELS(f32, F32)

@@ -118,11 +118,8 @@ __device__ void store_pairs(typename T::bits* __restrict__ dst, const Tile& tile
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
         words[i] = WORDS == PAIRS ? upper[i % PAIRS] : __byte_perm(lower[i / 2], upper[i / 2], i % 2 ? 0x7632 : 0x5410);
-    if (tile.owned == OWNED && aligned16(dst)) {
-        uint4* vectors = reinterpret_cast<uint4*>(dst + tile.first);
-#pragma unroll
-        for (int v = 0; v < WORDS / 4; ++v)
-            vectors[v] = make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
+    if (tile.whole() && aligned16(dst)) {
+        store_tile<WORDS>(dst + tile.index * TILE, words, tile.lane);
     } else {
 #pragma unroll
         for (int i = 0; i < OWNED; ++i)

@@ -1,6 +1,6 @@
 // fp8: blocks of 8-bit floats, e4m3, with a bfloat16 scale. Format: fp8.md.
 #include "groups.cuh"
-#include "philox.cuh"
+#include "vectors.cuh"
 
 constexpr u32 FLUSH = 0x0e800000u;        // 2^-98
 constexpr u32 EXPONENT = 0x7f800000u;     // of a float32
@@ -74,31 +74,36 @@ __device__ void fp8_encode(const typename T::bits* __restrict__ src, u8* __restr
 
 template <class T>
 __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part) {
-    if (part.first >= part.numel) return;
-    const float scale = BF16::widen(reinterpret_cast<const u16*>(payload + round_up16(part.numel))[part.group]);
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
+        using V = decltype(vectors);
+        VectorCodes<8, V::NUMEL> codes[V::COUNT];
 #pragma unroll
-    for (int u = 0; u < RUNS; ++u) {
-        u32 words[RUN / 4];
-        load_codes(payload, part, u, words);
-        float values[RUN];
-        u32 missing = 0;
+        for (int k = 0; k < V::COUNT; ++k) codes[k].load(payload, vectors, k);
+        u32 own = 0;
+        if (part.first < part.numel) own = reinterpret_cast<const u16*>(payload + round_up16(part.numel))[part.group];
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) {
-            const u32 code = words[i / 4] >> (i % 4 * 8) & 0xff, magnitude = code & 0x7f;
-            // the same bits as a float16 are 2^-8 of the value, denormals too
-            const float small = F16::widen(u16((code & 0x80) << 8 | magnitude << 7));
-            values[i] = clamp(__fmul_rn(__fmul_rn(small, 256.0f), scale), T::largest());
-            missing |= u32(magnitude == NOT_FINITE) << i;
+        for (int k = 0; k < V::COUNT; ++k) {
+            const float scale = BF16::widen(u16(__shfl_sync(ALL_LANES, own, vectors.owner(k))));
+            float values[V::NUMEL];
+            u32 missing = 0;
+#pragma unroll
+            for (int i = 0; i < V::NUMEL; ++i) {
+                const u32 code = codes[k].get(i), magnitude = code & 0x7f;
+                // the same bits as a float16 are 2^-8 of the value, denormals too
+                const float small = F16::widen(u16((code & 0x80) << 8 | magnitude << 7));
+                values[i] = clamp(__fmul_rn(__fmul_rn(small, 256.0f), scale), V::largest());
+                missing |= u32(magnitude == NOT_FINITE) << i;
+            }
+            vectors.store(dst, k, values, missing);
         }
-        store_run<T>(dst, part, u, values, missing);
-    }
+    });
 }
 
 // `below`: the bits of a float32 below the last bit of a scale.
 #define FP8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void fp8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                  u64 key, i64 log2_lanes, i64 below) {                         \
-        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key, u32(below));             \
+        fp8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key, u32(below));        \
     }
 #define FP8_KERNELS(name, T)                                                                                   \
     FP8_ENCODE(name, T, false, false)                                                                          \
@@ -106,8 +111,8 @@ __device__ void fp8_decode(const u8* __restrict__ payload, typename T::bits* __r
     FP8_ENCODE(name##_noise_keep, T, true, true)                                                               \
     FP8_ENCODE(name##_noise, T, true, false)                                                                   \
     extern "C" __global__ void fp8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
-                                                 i64 log2_lanes) {                                             \
-        fp8_decode<T>(payload, dst, Part(numel, count, log2_lanes));                                           \
+                                                 u64 key, i64 log2_lanes) {                                    \
+        fp8_decode<T>(payload, dst, Part(numel, count, log2_lanes, key));                                      \
     }
 
 FP8_KERNELS(f32, F32)

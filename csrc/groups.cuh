@@ -2,7 +2,7 @@
 // Codecs of groups: each thread owns 32 elements of one group of 32 << shift, so that a group is a team of 1 << shift
 // neighbouring lanes. The elements come in runs of 16: run `u` of lane `l` is run `u << shift | l` of the group, so
 // that a team reads and writes consecutive sectors. All threads stay to the end: the shuffles name all lanes.
-#include "common.cuh"
+#include "rotation.cuh"
 
 constexpr int OWNED = 32;
 constexpr int RUN = 16;
@@ -10,12 +10,17 @@ constexpr int RUNS = OWNED / RUN;
 [[maybe_unused]] constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: the sum holds the nearest integer in its low bits
 
 struct Part {
-    i64 numel, group, first;
+    i64 given, numel, group, first;  // rotated elements are whole rotations of those that are given
+    u64 key;
     int lane, shift;
     bool full;  // the whole group exists
 
     // `count`, where it is not null, holds the number of elements, at most `most`.
-    __device__ Part(i64 most, const i64* count, i64 log2_lanes) : numel(count ? *count : most), shift(int(log2_lanes)) {
+    __device__ Part(i64 most, const i64* count, i64 log2_lanes, u64 key)
+        : given(count ? *count : most),
+          numel((given + ROTATION_NUMEL - 1) / ROTATION_NUMEL * ROTATION_NUMEL),
+          key(key),
+          shift(int(log2_lanes)) {
         const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x;
         group = thread >> shift;
         lane = int(thread) & ((1 << shift) - 1);
@@ -27,12 +32,12 @@ struct Part {
     __device__ i64 groups() const { return (numel + (i64(OWNED) << shift) - 1) / (i64(OWNED) << shift); }
 };
 
-// The 32 elements of a thread; 0 behind the last element.
+// The 32 elements of a thread; 0 behind the last element. A source of rotated elements rotates them.
 template <class T>
 __device__ void load_part(const typename T::bits* __restrict__ src, const Part& part, float* values) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
     constexpr int VECTORS = RUN / 4 / PER_WORD;
-    if (part.full && aligned16(src)) {
+    if (part.first + (i64(OWNED) << part.shift) <= part.given && aligned16(src)) {
 #pragma unroll
         for (int u = 0; u < RUNS; ++u) {
             const uint4* vectors = reinterpret_cast<const uint4*>(src + part.run(u));
@@ -50,9 +55,10 @@ __device__ void load_part(const typename T::bits* __restrict__ src, const Part& 
 #pragma unroll
         for (int i = 0; i < OWNED; ++i) {
             const i64 at = part.run(i / RUN) + i % RUN;
-            values[i] = at < part.numel ? T::widen(src[at]) : 0.0f;
+            values[i] = at < part.given ? T::widen(src[at]) : 0.0f;
         }
     }
+    if (ROTATION_NUMEL > 1) rotate<RUN>(values, part.shift, part.key);
 }
 
 // Writes run `u` of a thread: 16 values, finite and at most the largest of T, or NaN where a bit of `missing` is set.
@@ -77,21 +83,6 @@ __device__ void store_run(typename T::bits* __restrict__ dst, const Part& part, 
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
             if (at + i < part.numel) dst[at + i] = missing >> i & 1 ? T::nan : T::narrow(values[i]);
-    }
-}
-
-// Run `u` of codes of one byte, in four words; 0 behind the last element.
-__device__ inline void load_codes(const u8* __restrict__ payload, const Part& part, int u, u32* words) {
-    const i64 at = part.run(u);
-    if (part.full) {
-        const uint4 loaded = *reinterpret_cast<const uint4*>(payload + at);
-        words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
-    } else {
-#pragma unroll
-        for (int word = 0; word < RUN / 4; ++word) words[word] = 0;
-#pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            if (at + i < part.numel) words[i / 4] |= u32(payload[at + i]) << (i % 4 * 8);
     }
 }
 
@@ -121,7 +112,6 @@ __device__ inline u32 top_magnitude(const float* values) {
 }
 
 __device__ inline bool is_finite(float value) { return (__float_as_uint(value) & ~SIGN) < INF; }
-__device__ inline float clamp(float value, float largest) { return fminf(fmaxf(value, -largest), largest); }
 
 // A positive finite float32 as bfloat16 bits, rounded up.
 __device__ inline u32 bf16_up(float value) { return (__float_as_uint(value) + 0xffffu) >> 16; }

@@ -1,6 +1,6 @@
 // int8: symmetric 8-bit blocks with a bfloat16 scale. Format: int8.md.
 #include "int8.cuh"
-#include "philox.cuh"
+#include "vectors.cuh"
 
 template <class T, bool NOISE, bool KEEP>
 __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, const Part& part,
@@ -45,35 +45,46 @@ __device__ void int8_encode(const typename T::bits* __restrict__ src, u8* __rest
 template <class T, bool DITHER, bool KEEP>
 __device__ void int8_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, const Part& part,
                             u64 key) {
-    if (part.first >= part.numel) return;
-    const float scale = BF16::widen(reinterpret_cast<const u16*>(payload + round_up16(part.numel))[part.group]);
+    with_vectors<T, OWNED>(part.given, part.numel, part.key, dst, [&](auto vectors) {
+        using V = decltype(vectors);
+        VectorCodes<8, V::NUMEL> codes[V::COUNT];
 #pragma unroll
-    for (int u = 0; u < RUNS; ++u) {
-        u32 words[RUN / 4];
-        load_codes(payload, part, u, words);
-        const Noise noise(DITHER ? u64(part.run(u)) / RUN : 0, key);
-        float values[RUN];
-        u32 missing = 0;
+        for (int k = 0; k < V::COUNT; ++k) codes[k].load(payload, vectors, k);
+        u32 own = 0;
+        if (part.first < part.numel) own = reinterpret_cast<const u16*>(payload + round_up16(part.numel))[part.group];
+        VectorNoise<V> noise;
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) {
-            float code = int8_code(words[i / 4], i % 4);
-            if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise.offset(i));
-            values[i] = clamp(__fmul_rn(code, scale), T::largest());
-            missing |= u32(int8_missing(words[i / 4], i % 4)) << i;
+        for (int k = 0; k < V::COUNT; ++k) {
+            const float scale = BF16::widen(u16(__shfl_sync(ALL_LANES, own, vectors.owner(k))));
+            if (DITHER && k % noise.PIECES == 0) noise.draw(vectors, k, key);
+            float values[V::NUMEL];
+            u32 missing = 0;
+#pragma unroll
+            for (int i = 0; i < V::NUMEL; ++i) {
+                const u32 word = codes[k].words[i / 4];
+                float code = int8_code(word, i % 4);
+                if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise.offset(k, i));
+                values[i] = __fmul_rn(code, scale);
+                if (i % 4 == 0) missing |= int8_missing(word) << i;
+            }
+            if (!(scale <= __fmul_rn(V::largest(), 0x1p-7f))) {  // else no product is larger
+#pragma unroll
+                for (int i = 0; i < V::NUMEL; ++i) values[i] = clamp(values[i], V::largest());
+            }
+            vectors.store(dst, k, values, missing);
         }
-        store_run<T>(dst, part, u, values, missing);
-    }
+    });
 }
 
 #define INT8_ENCODE(name, T, NOISE, KEEP)                                                                       \
     extern "C" __global__ void int8_encode_##name(const T::bits* src, u8* payload, i64 numel, const i64* count, \
                                                   u64 key, i64 log2_lanes) {                                    \
-        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes), key);                         \
+        int8_encode<T, NOISE, KEEP>(src, payload, Part(numel, count, log2_lanes, key), key);                    \
     }
-#define INT8_DECODE(name, T, DITHER, KEEP)                                                                      \
-    extern "C" __global__ void int8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, \
-                                                  u64 key, i64 log2_lanes) {                                    \
-        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes), key);                        \
+#define INT8_DECODE(name, T, DITHER, KEEP)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                                            \
+        int8_decode_##name(const u8* payload, T::bits* dst, i64 numel, const i64* count, u64 key, i64 log2_lanes) { \
+        int8_decode<T, DITHER, KEEP>(payload, dst, Part(numel, count, log2_lanes, key), key);                       \
     }
 #define INT8_KERNELS(name, T)                     \
     INT8_ENCODE(name, T, false, false)            \

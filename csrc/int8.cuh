@@ -36,4 +36,13 @@ __device__ inline float int8_code(u32 codes, int i) {
     return __fsub_rn(__uint_as_float(biased), 8388736.0f);
 }
 
-__device__ inline bool int8_missing(u32 codes, int i) { return (codes >> (i * 8) & 0xff) == NOT_FINITE; }
+// A bit for each of four codes that is that of an element that was not finite. Most words have none.
+__device__ inline u32 int8_missing(u32 codes) {
+    const u32 biased = codes ^ 0x80808080u;
+    u32 missing = 0;
+    if ((biased - 0x01010101u) & ~biased & 0x80808080u) {
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) missing |= u32((codes >> (i * 8) & 0xff) == NOT_FINITE) << i;
+    }
+    return missing;
+}

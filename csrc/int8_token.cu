@@ -2,20 +2,24 @@
 #include "int8.cuh"
 #include "philox.cuh"
 
-constexpr int COLUMNS = 8;             // neighbouring columns of a thread
-constexpr int COLUMN_LANES = 8;        // threads that share a row
-constexpr int BLOCK_COLUMNS = 64;      // COLUMNS * COLUMN_LANES
-constexpr int SLOTS = 32;              // rows that a block of 256 threads works on at once
+constexpr int THREADS = 256;
+constexpr int BLOCK_COLUMNS = 64;
+constexpr int COLUMNS = 8;  // neighbouring columns of a thread that encodes
+constexpr int COLUMN_LANES = BLOCK_COLUMNS / COLUMNS;
+constexpr int SLOTS = THREADS / COLUMN_LANES;
 constexpr int ROWS = OWNED / COLUMNS;  // rows of a thread in registers
 constexpr int WARPS = 8;
 constexpr i64 CHUNK = i64(SLOTS) * ROWS;  // rows of a block in registers
 
-// The work of a block of threads: 64 columns of one group of rows. Each thread owns 8 columns of rows slot, slot + 32,
-// ...
+// The work of a block of threads: 64 columns of one group of rows. Each thread owns COLUMNS neighbouring columns of
+// rows slot, slot + SLOTS, ...
+template <int COLUMNS>
 struct Tile {
+    static constexpr int COLUMN_LANES = BLOCK_COLUMNS / COLUMNS;  // threads that share a row
+    static constexpr int SLOTS = THREADS / COLUMN_LANES;          // rows of the block at once
     i64 columns, first, end, column, scale;
-    int slot, count;  // `count` of the 8 columns exist
-    bool wide;        // all 8 exist, at multiples of 8
+    int slot, count;  // `count` of the columns exist
+    bool wide;        // all of them exist, at multiples of COLUMNS
     __device__ Tile(i64 numel, i64 group, i64 all_columns) : columns(all_columns) {
         const i64 parts = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
         const i64 index = i64(blockIdx.x) / parts;
@@ -46,11 +50,12 @@ __device__ inline u64 noise_bytes(i64 at, u64 key) {
     return shift ? low >> shift | high << (64 - shift) : low;
 }
 
-__device__ inline float noise_at(u64 bytes, int i) { return noise_offset(u32(bytes >> (i * 8)) & 0xff); }
+__device__ inline float noise_at(u64 bytes, int i) { return noise_offset(u32(bytes >> (i / 4 * 32)), i % 4); }
 
 // 8 elements of a row; 0 behind the last element.
 template <class T>
-__device__ void load_columns(const typename T::bits* __restrict__ src, const Tile& tile, bool wide, float* values) {
+__device__ void load_columns(const typename T::bits* __restrict__ src, const Tile<COLUMNS>& tile, bool wide,
+                             float* values) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
     if (wide) {
         const uint4* vectors = reinterpret_cast<const uint4*>(src);
@@ -71,7 +76,7 @@ __device__ void load_columns(const typename T::bits* __restrict__ src, const Til
 // The elements of a thread in `CHUNK` rows: 0 behind the last row or column, and for elements that are not finite, with
 // a bit for each of the latter.
 template <class T>
-__device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile& tile, i64 chunk, bool wide,
+__device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile<COLUMNS>& tile, i64 chunk, bool wide,
                          float* values) {
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) {
@@ -96,7 +101,7 @@ __device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile& t
 
 template <class T, bool NOISE, bool KEEP>
 __device__ void int8_token_encode(const typename T::bits* __restrict__ src, u8* __restrict__ payload, i64 numel,
-                                  u64 key, i64 group, const Tile& tile) {
+                                  u64 key, i64 group, const Tile<COLUMNS>& tile) {
     __shared__ u32 maxima[WARPS][BLOCK_COLUMNS];
     __shared__ float reciprocals[BLOCK_COLUMNS];
     const bool wide_load = tile.wide && aligned16(src);
@@ -157,56 +162,75 @@ __device__ void int8_token_encode(const typename T::bits* __restrict__ src, u8* 
     }
 }
 
-template <class T, bool DITHER, bool KEEP>
-__device__ void int8_token_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, i64 numel,
-                                  u64 key, i64 group, const Tile& tile) {
-    constexpr int PER_WORD = 4 / sizeof(typename T::bits);
-    if (tile.count == 0) return;
-    float scales[COLUMNS];
-    const u16* stored = reinterpret_cast<const u16*>(payload + round_up16(numel)) + tile.scale;
-    load_columns<BF16>(stored, tile, tile.wide, scales);
-    const bool wide_store = tile.wide && aligned16(dst);
-    const i64 rows = min(group, tile.end - tile.first);
-    for (i64 index = tile.slot; index < rows; index += SLOTS) {
-        const i64 at = (tile.first + index) * tile.columns + tile.column;
-        u32 words[2] = {};
-        if (tile.wide) {
-            const uint2 loaded = *reinterpret_cast<const uint2*>(payload + at);
-            words[0] = loaded.x, words[1] = loaded.y;
-        } else {
+// A row's elements of a thread are one vector of 16 bytes, with WIDE a whole one.
+template <class T, bool DITHER, bool KEEP, bool WIDE, int COLUMNS>
+__device__ void decode_rows(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, u64 key, i64 rows,
+                            const Tile<COLUMNS>& tile, const float* scales) {
+    constexpr int AHEAD = 4;  // rows that are read before the first is written
+    for (i64 start = tile.slot; start < rows; start += AHEAD * tile.SLOTS) {
+        u32 codes[AHEAD][COLUMNS / 4] = {};
 #pragma unroll
-            for (int i = 0; i < COLUMNS; ++i)
-                if (i < tile.count) words[i / 4] |= u32(payload[at + i]) << (i % 4 * 8);
+        for (int k = 0; k < AHEAD; ++k) {
+            const i64 at = (tile.first + start + k * tile.SLOTS) * tile.columns + tile.column;
+            if (start + k * tile.SLOTS >= rows) continue;
+            if (WIDE) {
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 4; ++i) codes[k][i] = reinterpret_cast<const u32*>(payload + at)[i];
+            } else {
+                u64 bytes = 0;
+#pragma unroll 1
+                for (int i = 0; i < tile.count; ++i) bytes |= u64(payload[at + i]) << (i * 8);
+                codes[k][0] = u32(bytes);
+                if constexpr (COLUMNS == 8) codes[k][1] = u32(bytes >> 32);
+            }
         }
-        const u64 noise = DITHER ? noise_bytes(at, key) : 0;
-        u32 packed[COLUMNS / PER_WORD] = {};
 #pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-            float code = int8_code(words[i / 4], i % 4);
-            if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise_at(noise, i));
-            const float value = clamp(__fmul_rn(code, scales[i]), T::largest());
-            const typename T::bits element = int8_missing(words[i / 4], i % 4) ? T::nan : T::narrow(value);
-            packed[i / PER_WORD] |= u32(element) << (i % PER_WORD * 16);
-            if (!wide_store && i < tile.count) dst[at + i] = element;
-        }
-        if (wide_store) {
-            uint4* vectors = reinterpret_cast<uint4*>(dst + at);
+        for (int k = 0; k < AHEAD; ++k) {
+            const i64 at = (tile.first + start + k * tile.SLOTS) * tile.columns + tile.column;
+            if (start + k * tile.SLOTS >= rows) continue;
+            const u64 noise = DITHER ? noise_bytes(at, key) : 0;
+            u32 words[4] = {}, missing = 0;
 #pragma unroll
-            for (int v = 0; v < 2 / PER_WORD; ++v)
-                vectors[v] = make_uint4(packed[4 * v], packed[4 * v + 1], packed[4 * v + 2], packed[4 * v + 3]);
+            for (int i = 0; i < COLUMNS / 4; ++i) missing |= int8_missing(codes[k][i]) << (4 * i);
+#pragma unroll
+            for (int i = 0; i < COLUMNS; ++i) {
+                float code = int8_code(codes[k][i / 4], i % 4);
+                if (DITHER && !(KEEP && code == 0.0f)) code = __fsub_rn(code, noise_at(noise, i));
+                const float value = clamp(__fmul_rn(code, scales[i]), T::largest());
+                const typename T::bits element = missing >> i & 1 ? T::nan : T::narrow(value);
+                words[i * 4 / COLUMNS] |= u32(element) << (i * 128 / COLUMNS % 32);
+                if (!WIDE && i < tile.count) dst[at + i] = element;
+            }
+            if (WIDE) *reinterpret_cast<uint4*>(dst + at) = make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
 }
 
-#define INT8_TOKEN_ENCODE(name, T, NOISE, KEEP)                                                              \
-    extern "C" __global__ void int8_token_encode_##name(const T::bits* src, u8* payload, i64 numel, u64 key, \
-                                                        i64 group, i64 columns) {                            \
-        int8_token_encode<T, NOISE, KEEP>(src, payload, numel, key, group, Tile(numel, group, columns));     \
+template <class T, bool DITHER, bool KEEP, int COLUMNS>
+__device__ void int8_token_decode(const u8* __restrict__ payload, typename T::bits* __restrict__ dst, i64 numel,
+                                  u64 key, i64 group, const Tile<COLUMNS>& tile) {
+    if (tile.count == 0) return;
+    const u16* stored = reinterpret_cast<const u16*>(payload + round_up16(numel)) + tile.scale;
+    float scales[COLUMNS];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) scales[i] = i < tile.count ? BF16::widen(stored[i]) : 0.0f;
+    const i64 rows = min(group, tile.end - tile.first);
+    if (tile.wide && aligned16(dst))
+        decode_rows<T, DITHER, KEEP, true>(payload, dst, key, rows, tile, scales);
+    else
+        decode_rows<T, DITHER, KEEP, false>(payload, dst, key, rows, tile, scales);
+}
+
+#define INT8_TOKEN_ENCODE(name, T, NOISE, KEEP)                                                                   \
+    extern "C" __global__ void int8_token_encode_##name(const T::bits* src, u8* payload, i64 numel, u64 key,      \
+                                                        i64 group, i64 columns) {                                 \
+        int8_token_encode<T, NOISE, KEEP>(src, payload, numel, key, group, Tile<COLUMNS>(numel, group, columns)); \
     }
 #define INT8_TOKEN_DECODE(name, T, DITHER, KEEP)                                                             \
     extern "C" __global__ void int8_token_decode_##name(const u8* payload, T::bits* dst, i64 numel, u64 key, \
                                                         i64 group, i64 columns) {                            \
-        int8_token_decode<T, DITHER, KEEP>(payload, dst, numel, key, group, Tile(numel, group, columns));    \
+        using Columns = Tile<16 / sizeof(T::bits)>;                                                          \
+        int8_token_decode<T, DITHER, KEEP>(payload, dst, numel, key, group, Columns(numel, group, columns)); \
     }
 #define INT8_TOKEN_KERNELS(name, T)                     \
     INT8_TOKEN_ENCODE(name, T, false, false)            \

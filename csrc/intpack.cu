@@ -72,7 +72,7 @@ template <class T>
 __device__ void store_owned(typename T::bits* __restrict__ dst, const Tile& tile, const typename T::bits* elements) {
     using Bits = typename T::bits;
     constexpr int PER_WORD = sizeof(Bits) < 4 ? 4 / sizeof(Bits) : 1, WORDS = OWNED * sizeof(Bits) / 4;
-    if (tile.owned == OWNED && aligned16(dst)) {
+    if (tile.whole() && aligned16(dst)) {
         u32 words[WORDS] = {};
 #pragma unroll
         for (int i = 0; i < OWNED; ++i) {
@@ -83,10 +83,7 @@ __device__ void store_owned(typename T::bits* __restrict__ dst, const Tile& tile
                 words[i / PER_WORD % WORDS] |= u32(elements[i]) << (i % PER_WORD * 8 * sizeof(Bits) % 32);
             }
         }
-        uint4* vectors = reinterpret_cast<uint4*>(dst + tile.first);
-#pragma unroll
-        for (int v = 0; v < WORDS / 4; ++v)
-            vectors[v] = make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
+        store_tile<WORDS>(dst + tile.index * TILE, words, tile.lane);
     } else {
 #pragma unroll
         for (int i = 0; i < OWNED; ++i)

@@ -20,9 +20,10 @@ __device__ inline Words philox(u64 block, u32 purpose, u64 key) {
     return {a, b, c, d};
 }
 
-// A random byte as a number of (-1/2, 1/2): (byte + 1/2) / 256 - 1/2, exact in float32.
-__device__ inline float noise_offset(u32 byte) {
-    return __fsub_rn(__uint_as_float(0x46800000u | byte << 1), 16384.498046875f);
+// Random byte `i` of a word as a number of (-1/2, 1/2): (byte + 1/2) / 256 - 1/2, exact in float32.
+__device__ inline float noise_offset(u32 word, int i) {
+    const u32 sum = __byte_perm(word, 0x43000000u, 0x7604 | i << 4);  // 128 + byte / 256
+    return __fsub_rn(__uint_as_float(sum), 128.498046875f);
 }
 
 // The random bytes of elements 16 * block to 16 * block + 15.
@@ -32,5 +33,5 @@ struct Noise {
         const Words drawn = philox(block, 0, key);
         words[0] = drawn.a, words[1] = drawn.b, words[2] = drawn.c, words[3] = drawn.d;
     }
-    __device__ float offset(int index) const { return noise_offset(words[index / 4] >> (index % 4 * 8) & 0xff); }
+    __device__ float offset(int index) const { return noise_offset(words[index / 4], index % 4); }
 };

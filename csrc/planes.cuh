@@ -28,8 +28,34 @@ struct Tile {
         valid = owned == OWNED ? ~0u : (1u << owned) - 1;
     }
     __device__ bool exists() const { return index * TILE < numel; }
+    __device__ bool whole() const { return (index + 1) * TILE <= numel; }
     __device__ int count() const { return int(min(i64(TILE), numel - index * TILE)); }
 };
+
+// Writes a whole tile of `WORDS` words a lane. They cross the warp in shared memory, so that neighbouring lanes write
+// neighbouring vectors, 128 bytes and more.
+template <int WORDS>
+__device__ void store_tile(void* tile, const u32* words, int lane) {
+    constexpr int VECTORS = WORDS / 4, AT_ONCE = VECTORS < 8 ? VECTORS : 8;  // of a lane
+    __shared__ uint4 memory[WARPS][LANES * AT_ONCE];
+    uint4* staged = memory[threadIdx.x / LANES];
+#pragma unroll
+    for (int first = 0; first < VECTORS; first += AT_ONCE) {
+        if (first) __syncwarp();  // all lanes have read those before
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v) {
+            const int at = lane * AT_ONCE + v;
+            const u32* four = words + 4 * (first + v);
+            staged[at ^ (at / 8 & 7)] = make_uint4(four[0], four[1], four[2], four[3]);  // no two lanes in one bank
+        }
+        __syncwarp();
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v) {
+            const int at = v * LANES + lane;
+            reinterpret_cast<uint4*>(tile)[at / AT_ONCE * VECTORS + first + at % AT_ONCE] = staged[at ^ (at / 8 & 7)];
+        }
+    }
+}
 
 __device__ inline i64 tiles_of(i64 numel) { return (numel + TILE - 1) / TILE; }
 

@@ -4,7 +4,19 @@
 
 constexpr int TILE = 1024;
 constexpr int WORDS = TILE / 32;
+constexpr int WARPS = 8;       // of a block
 constexpr int SCANNED = 2048;  // numbers that a block of 256 scans at once, 8 a thread
+
+template <int NBYTES>
+struct UnsignedOf {
+    using type = u32;
+};
+template <>
+struct UnsignedOf<8> {
+    using type = u64;
+};
+template <int NBYTES>
+using Unsigned = typename UnsignedOf<NBYTES>::type;
 
 struct Tile {
     i64 numel, index, first;
@@ -60,17 +72,33 @@ __device__ inline void store_start(u64* __restrict__ starts, const Tile& tile, u
     if (tile.lane == 1 && tile.last() && tile.index % 2 == 0) starts[tile.index + 1] = 0;  // padding
 }
 
-// Writes the elements of a tile whose bits are set from values[start] on: word by word, neighbouring lanes to
-// neighbouring places.
+// Writes the elements of a tile whose bits are set from values[start] on: word by word into shared memory, and from
+// there whole vectors. Elements of 8 bytes go word by word, neighbouring lanes to neighbouring places.
 template <class T>
 __device__ void store_kept(const T* __restrict__ src, T* __restrict__ values, const Tile& tile, u32 mask, u64 start) {
+    constexpr int PER_VECTOR = 16 / sizeof(T), ROOM = sizeof(T) < 8 ? TILE + PER_VECTOR : 1;
+    __shared__ uint4 memory[WARPS][(ROOM + PER_VECTOR - 1) / PER_VECTOR];
     const u32 below = (1u << tile.lane) - 1;
-    T* kept = values + start;
+    T *target = values + start, *kept = target;
+    const int before = sizeof(T) < 8 ? int((reinterpret_cast<u64>(target) & 15) / sizeof(T)) : 0;
+    T* staged = reinterpret_cast<T*>(memory[threadIdx.x / 32]);
+    if (sizeof(T) < 8) kept = staged + before;
 #pragma unroll
     for (int w = 0; w < WORDS; ++w) {
         const u32 word = __shfl_sync(ALL_LANES, mask, w);
         if (word >> tile.lane & 1) kept[__popc(word & below)] = src[tile.first + w * 32 + tile.lane];
         kept += __popc(word);
+    }
+    if (sizeof(T) == 8) return;
+    __syncwarp();
+    const int end = int(kept - staged);
+    target -= before;
+    for (int at = tile.lane * PER_VECTOR; at < end; at += 32 * PER_VECTOR) {
+        if (at >= before && at + PER_VECTOR <= end) {
+            *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(staged + at);
+        } else {
+            for (int i = max(at, before); i < min(at + PER_VECTOR, end); ++i) target[i] = staged[i];
+        }
     }
 }
 
@@ -140,21 +168,52 @@ __device__ void compact(const T* __restrict__ src, const u32* __restrict__ masks
     store_kept(src, values, tile, mask, start);
 }
 
+// A lane writes a word of neighbouring elements at once, and reads those of several before.
+template <class T, bool FULL>
+__device__ void expand_tile(const T* __restrict__ values, T* __restrict__ dst, const Tile& tile, u32 mask) {
+    constexpr int PER_WORD = sizeof(T) < 4 ? 4 / sizeof(T) : 1, AHEAD = 8 / PER_WORD;
+    using Word = Unsigned<PER_WORD * sizeof(T)>;
+    u32 all;
+    const u32 sum = sum_below(u32(__popc(mask)), tile.lane, &all);
+#pragma unroll
+    for (int first = 0; first < WORDS / PER_WORD; first += AHEAD) {
+        Word words[AHEAD];
+#pragma unroll
+        for (int w = 0; w < AHEAD; ++w) {
+            const int at = ((first + w) * 32 + tile.lane) * PER_WORD, bit = at % 32;
+            const u32 word = __shfl_sync(ALL_LANES, mask, at / 32);
+            const T* kept = values + __shfl_sync(ALL_LANES, sum, at / 32) + __popc(word & ((1u << bit) - 1));
+            words[w] = 0;
+#pragma unroll
+            for (int i = 0; i < PER_WORD; ++i)
+                if (word >> (bit + i) & 1) words[w] |= Word(*kept++) << (i * 8 * sizeof(T) % 64);
+        }
+#pragma unroll
+        for (int w = 0; w < AHEAD; ++w) {
+            const i64 at = tile.first + ((first + w) * 32 + tile.lane) * PER_WORD;
+            if (FULL) {
+                *reinterpret_cast<Word*>(dst + at) = words[w];
+            } else {
+#pragma unroll
+                for (int i = 0; i < PER_WORD; ++i)
+                    if (at + i < tile.numel) dst[at + i] = T(words[w] >> (i * 8 * sizeof(T) % 64));
+            }
+        }
+    }
+}
+
 template <class T>
 __device__ void expand(const u32* __restrict__ masks, const u64* __restrict__ starts, const T* __restrict__ values,
                        T* __restrict__ dst, i64 numel) {
     const Tile tile(numel);
     if (!tile.exists()) return;
     const i64 own = tile.index * WORDS + tile.lane;
-    const u32 mask = own * 32 < numel ? masks[own] : 0, below = (1u << tile.lane) - 1;
+    const u32 mask = own * 32 < numel ? masks[own] : 0;
     const T* kept = values + starts[tile.index];
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-        const u32 word = __shfl_sync(ALL_LANES, mask, w);
-        const i64 at = tile.first + w * 32 + tile.lane;
-        if (at < numel) dst[at] = word >> tile.lane & 1 ? kept[__popc(word & below)] : T(0);
-        kept += __popc(word);
-    }
+    if (tile.first + TILE <= numel && (reinterpret_cast<u64>(dst) & 3) == 0)
+        expand_tile<T, true>(kept, dst, tile, mask);
+    else
+        expand_tile<T, false>(kept, dst, tile, mask);
 }
 
 // Writes a tile of a payload whose number of elements is known: `keep` of a full tile, `keep_last` of a short one.

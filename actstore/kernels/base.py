@@ -44,11 +44,17 @@ class Inner(Protocol):
     def name(self) -> str: ...
 
     @property
+    def kernel_name(self) -> str: ...
+
+    @property
     def exact(self) -> bool:
         """Return whether `_nbytes` is the size of the payload, not a bound."""
 
     def kernels(self, back_end: str, dtype: torch.dtype, device: torch.device) -> Kernels:
         """Return the kernels of one back end."""
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of its kernels."""
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         """Return the bytes of the payload of `numel` elements."""

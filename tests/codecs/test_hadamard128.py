@@ -85,6 +85,15 @@ def test_inner_codecs(inner):
         check_codec(Hadamard128(inner), tensor_of(data, torch.bfloat16))
 
 
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 512, 1024])
+def test_groups_of_every_size(group):
+    """Each has its elements of a rotation in other lanes; some warps have all of theirs, and one rotation no finite."""
+    for dtype in DTYPES:
+        x = torch.randn(2500, generator=torch.Generator().manual_seed(group)).to(getattr(torch, dtype))
+        x[700] = torch.inf
+        check_codec(Hadamard128(Int8(group)), x)
+
+
 def test_the_documented_example():
     payload, back = roundtrip(torch.tensor([1.0, -0.5, 0.25]), Hadamard128(Int8(32)), key=0)
     assert bytes(payload.tolist()) == bytes.fromhex("a5ee81ca" * 32 + "a03a" * 4)

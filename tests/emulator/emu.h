@@ -216,6 +216,7 @@ EMU_CALL float __fadd_rn(float a, float b) { return emu::computed(a + b); }
 EMU_CALL float __fsub_rn(float a, float b) { return emu::computed(a - b); }
 EMU_CALL float __fmul_rn(float a, float b) { return emu::computed(a * b); }
 EMU_CALL float __fdiv_rn(float a, float b) { return emu::computed(a / b); }
+EMU_CALL float __fmaf_rn(float a, float b, float c) { return emu::computed(__builtin_fmaf(a, b, c)); }
 EMU_CALL float __frcp_rn(float a) { return emu::computed(1.0f / a); }
 
 inline unsigned __float_as_uint(float value) { return emu::bit_cast<unsigned>(value); }

@@ -17,9 +17,10 @@ def kernels(
     group: int,
     round: str,  # noqa: A002
     keep: bool,
+    prefix: str = "",
 ) -> Kernels:
-    """Return the kernels for one dtype and set of options on one device."""
-    source = "affine_planes" if widths(bits)[1] else "affine"
+    """Return the kernels for one dtype and set of options on one device, of the source with this prefix."""
+    source = prefix + ("affine_planes" if widths(bits)[1] else "affine")
     kept = "_keep" * keep
     noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
     run_encode = launch.launcher(source, f"affine{bits}_encode_{SUFFIX[dtype]}{noise}{kept}", device)

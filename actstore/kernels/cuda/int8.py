@@ -9,12 +9,12 @@ from actstore.kernels.cuda import launch
 from actstore.kernels.cuda.groups import SUFFIX, group_blocks, log2_lanes
 
 
-def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
-    """Return the kernels for one dtype and set of options on one device."""
+def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool, prefix: str = "") -> Kernels:  # noqa: A002
+    """Return the kernels for one dtype and set of options on one device, of the source with this prefix."""
     kept = "_keep" * keep
     noise, dither = "_noise" * (round != "nearest"), ("_dither" + kept) * (round == "dither")
-    run_encode = launch.launcher("int8", f"int8_encode_{SUFFIX[dtype]}{noise}{kept}", device)
-    run_decode = launch.launcher("int8", f"int8_decode_{SUFFIX[dtype]}{dither}", device)
+    run_encode = launch.launcher(f"{prefix}int8", f"int8_encode_{SUFFIX[dtype]}{noise}{kept}", device)
+    run_decode = launch.launcher(f"{prefix}int8", f"int8_decode_{SUFFIX[dtype]}{dither}", device)
     shift = log2_lanes(group)
 
     def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, count: torch.Tensor | None = None) -> None:
