@@ -25,7 +25,7 @@ from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
-from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.checkpoints import RegionWarnings
 from actstore.session import former
 from actstore.session.arguments import check_plan, check_seed, listed, read_chooser, read_model, read_policy
 from actstore.session.compiling import StoreGraphs
@@ -124,7 +124,7 @@ class ActivationStore(StoreGraphs):
         self._lock = Lock()
         self._inside = set[StoreEntry]()  # of all threads
         self._closed = False
-        self._double = DoubleCheckpoints()
+        self._warned = RegionWarnings()
         self._ledger = ledger = Ledger()
         if self._given_plan is not None:
             ledger.budget.set(self._given_plan.budget)
@@ -333,7 +333,7 @@ class ActivationStore(StoreGraphs):
         cpu_memory.trim()
 
     def _fit(self, policy: Policy) -> Fitted:
-        return Fitted(policy, self._model, self, self._ledger, self._double, self._min_nbytes)
+        return Fitted(policy, self._model, self, self._ledger, self._warned, self._min_nbytes)
 
     def _follow(self, policy: Policy) -> None:
         """Apply another policy from the next entry on."""

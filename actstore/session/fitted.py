@@ -18,7 +18,7 @@ from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
 from actstore.policy.operators import COLLECTIVE
 from actstore.policy.pattern import Pattern, ancestry
-from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.excepted import ExceptedPart
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.inner_rules import InnerRules
@@ -40,7 +40,7 @@ class Fitted:
     Parameters
     ----------
     owner : the store whose entries count
-    double : the warning of the model's own checkpoints
+    warned : the warnings of recomputed modules
 
     Raises
     ------
@@ -53,13 +53,13 @@ class Fitted:
         model: Module | None,
         owner: object,
         ledger: Ledger,
-        double: DoubleCheckpoints,
+        warned: RegionWarnings,
         min_nbytes: int,
     ) -> None:
         self.policy = policy
         self._ledger = ledger
         self._min_nbytes = min_nbytes
-        self._wrapped = _wrap(policy, model, owner, double)
+        self._wrapped = _wrap(policy, model, owner, warned)
         self.places: dict[Module, ModuleSites] = {}
         self.top = self._place("")
 
@@ -106,7 +106,7 @@ class Fitted:
         return ModuleSites(name, self._ledger, None if asks else decision, keep_below, watched=watched)
 
 
-def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[ForwardWrapper]:
+def _wrap(policy: Policy, model: Module | None, owner: object, warned: RegionWarnings) -> list[ForwardWrapper]:
     if not isinstance(policy, Rules):
         return []
     if model is None:
@@ -126,14 +126,14 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     inner = {name: _inner_rules(name, named, policy, excepted) for name in roots}
     _require_regions(policy, [rules for rules in inner.values() if rules is not None])
     return [
-        *(ExceptedPart(name, part, policy.decide(name), once, double) for name, part in excepted.items()),
+        *(ExceptedPart(name, part, policy.decide(name), once, warned) for name, part in excepted.items()),
         *(
             Wrapped(
                 name,
                 named[name],
                 decision,
                 lambda: innermost_of(owner),
-                double,
+                warned,
                 alike[decision],
                 once,
                 _modules_of(part for inside, part in excepted.items() if name in [*ancestry(inside)][1:]),

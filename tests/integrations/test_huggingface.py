@@ -374,6 +374,26 @@ def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
         trainer.train()
 
 
+def test_the_decoder_of_t5_has_a_cache_in_the_trainer(tmp_path):
+    """The Trainer switches the model's cache off, and its decoder has a config of its own."""
+    config_of, model_of = quietly("transformers", "T5Config", "T5ForConditionalGeneration")
+
+    def train(folder, callbacks):
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+        model = model_of(config_of(**sizes, decoder_start_token_id=0))
+        model.decoder.config.use_cache = bool(callbacks)
+        trainer = make_trainer(tmp_path / folder, callbacks, model, max_steps=3, logging_steps=1)
+        trainer.train()
+        return trainer
+
+    plain = train("plain", [])
+    with pytest.warns(RuntimeWarning, match=r"decoder\.block\.0 .*EncoderDecoderCache"):
+        stored = train("stored", [ActivationStoreCallback("@blocks : recompute", min_bytes=0)])
+    assert losses(stored) == losses(plain)
+    assert same_weights(stored.model, plain.model)
+
+
 # -- checkpoints of the model's own -----------------------------------------------------------------------------------
 
 
