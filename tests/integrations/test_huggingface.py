@@ -323,15 +323,18 @@ def test_a_callback_without_a_trainer_is_refused():
 # -- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def make_sft(folder, callbacks=(), **options):
+def tokenizer_of_words():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    SFTConfig, SFTTrainer = quietly("trl", "SFTConfig", "SFTTrainer")
-    (Dataset,) = quietly("datasets", "Dataset")
     (PreTrainedTokenizerFast,) = quietly("transformers", "PreTrainedTokenizerFast")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_sft(folder, callbacks=(), **options):
+    SFTConfig, SFTTrainer = quietly("trl", "SFTConfig", "SFTTrainer")
+    (Dataset,) = quietly("datasets", "Dataset")
     texts = [" ".join(f"w{int(i)}" for i in row["input_ids"] % 62) for row in tokens()]
     options = {"max_steps": STEPS, "logging_steps": 5, "gradient_checkpointing": False, **options}
     arguments = SFTConfig(
@@ -348,7 +351,7 @@ def make_sft(folder, callbacks=(), **options):
         llama(),
         arguments,
         train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
+        processing_class=tokenizer_of_words(),
         callbacks=list(callbacks),
     )
 
@@ -362,6 +365,35 @@ def test_sft_trainer(tmp_path):
     assert losses(stored) == losses(plain)
     assert same_weights(stored.model, plain.model)
     assert callback.store.report().held_bytes < 0.8 * callback.store.report().saved_bytes
+
+
+def make_dpo(folder, callbacks=()):
+    """A DPOTrainer with TRL's defaults, which switches the model's checkpoints around its reference model."""
+    DPOConfig, DPOTrainer = quietly("trl", "DPOConfig", "DPOTrainer")
+    (Dataset,) = quietly("datasets", "Dataset")
+    texts = [" ".join(f"w{int(i)}" for i in row["input_ids"][:8] % 62) for row in tokens(12)]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), texts[i : i + 3], strict=True)) for i in range(0, 12, 3)]
+    options = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    arguments = DPOConfig(str(folder), **options, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False)
+    return DPOTrainer(
+        llama(),
+        llama(),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer_of_words(),
+        callbacks=list(callbacks),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # of Transformers, in TRL
+@pytest.mark.filterwarnings("ignore:.*the model checkpoints this module, or a part of it, by itself:RuntimeWarning")
+def test_dpo_trainer(tmp_path):
+    plain = make_dpo(tmp_path)
+    plain.train()
+    stored = make_dpo(tmp_path, [ActivationStoreCallback("@blocks : recompute", min_bytes=0)])
+    stored.train()
+    assert losses(stored) == losses(plain)
+    assert same_weights(stored.model, plain.model)
 
 
 def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
