@@ -30,7 +30,7 @@ from actstore.session import former
 from actstore.session.arguments import check_plan, check_seed, listed, read_chooser, read_model, read_policy
 from actstore.session.compiling import StoreGraphs
 from actstore.session.controllers import controller_of, window_of
-from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
+from actstore.session.entries import StoreEntry, check_nested, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
@@ -234,7 +234,9 @@ class ActivationStore(StoreGraphs):
         try:
             entry = entry_to_leave(self, error)
             entry.unwind(error)
-            if error is not None:
+            if error is None:
+                check_nested(entry)
+            else:
                 has_budget = self._ledger.budget.limit < inf
                 known = () if self._optimizers is None else self._optimizers.known()
                 explain(error, self._ledger, self._fitted.policy, self._model, known, has_budget=has_budget)
