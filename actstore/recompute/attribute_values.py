@@ -110,8 +110,8 @@ def waiting_value(name: str, value: Any) -> Any:
     if value is ABSENT or is_constant(value) or isinstance(value, _FUNCTIONS):
         return value
     if type(value) is partial:  # of a checkpoint function, as Transformers sets it
-        parts = [value.func, *value.args, *value.keywords.values()]
-        return value if all(waiting_value(name, part) is part for part in parts) else hidden_by_forward(name)
+        inner = [value.func, *value.args, *value.keywords.values()]
+        return value if all(waiting_value(name, part) is part for part in inner) else hidden_by_forward(name)
     if type(value) in CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
         return value if all(waiting_value(name, part) is part for part in parts) else hidden_by_forward(name)

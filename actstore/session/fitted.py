@@ -59,9 +59,13 @@ class Fitted:
         self.policy = policy
         self._ledger = ledger
         self._min_nbytes = min_nbytes
-        self._wrapped = _wrap(policy, model, owner, warned)
+        self._wrap = partial(_wrap, policy, model, owner, warned)
+        self._wrapped = self._wrap()
+        self._compiled: list[str] = []  # modules whose graphs follow the policy
         self.places: dict[Module, ModuleSites] = {}
         self.top = self._place("")
+        if model is not None:
+            self.name_modules(named_modules(model))
 
     def enter(self, entry: StoreEntry) -> None:
         """Wrap the forwards and the compiled calls of the modules for an entry, until its undo."""
@@ -77,20 +81,32 @@ class Fitted:
             wrapped.exit(entry)
 
     def name_modules(self, named: list[tuple[str, Module]]) -> None:
-        """Update the records from the model's modules, because users replace modules between steps."""
+        """Update the records from the model's modules, because users replace modules between steps.
+
+        Raises
+        ------
+        PolicyError : the policy no longer fits the model
+        """
         by_name = {place.name: place for place in self.places.values()}
-        places = {}
+        places, replaced = {}, False
         for name, module in named:
             place = self.places.get(module)
             if place is None or place.name != name:
+                replaced = bool(self.places)
                 place = by_name.get(name)
                 if place is None:
                     place = by_name[name] = self._place(name)
             places[module] = place
         self.places = places
+        if replaced:
+            self._wrapped = self._wrap()
+            for name in self._compiled:
+                self.leave_to_graphs(name)
 
     def leave_to_graphs(self, name: str) -> None:
         """Wrap no module in `name`, because compiled graphs recompute what the policy says."""
+        if name not in self._compiled:
+            self._compiled.append(name)
         inside = f"{name}." if name else ""
         self._wrapped = [each for each in self._wrapped if each.name != name and not each.name.startswith(inside)]
 
