@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList, Sequential
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from actstore.model.names import named_modules
@@ -82,7 +83,8 @@ def _outermost_of(module: Module, lists: set[Module], kinds: set[Hashable]) -> I
 
 def _kind(module: Module) -> Hashable:
     """Return a module's class; for a plain list the shapes of its parameters, too, as its class says nothing."""
-    return type(module), tuple(each.shape for each in module.parameters()) if _is_plain(module) else ()
+    shapes = (None if is_lazy(each) else each.shape for each in module.parameters())
+    return type(module), tuple(shapes) if _is_plain(module) else ()
 
 
 def _is_plain(module: Module) -> bool:

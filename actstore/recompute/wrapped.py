@@ -12,6 +12,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.jit import ScriptModule
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from actstore.autograd.handles import is_lossy
@@ -115,6 +116,7 @@ class Wrapped(ForwardWrapper):
         self._alike = alike
         parts = [part for part in module.modules() if part is not module]
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+        self._lazy = _is_lazy(module)
         self._lengths: dict[int, int] = {}
         self._writes = WriteHistory()
         self._settings: ModuleSettings | None = None  # in the last call
@@ -129,6 +131,9 @@ class Wrapped(ForwardWrapper):
                 self._warned.tell_inside(self._region)
             return forward(*args, **kwargs)
         if forward_ad._current_level >= 0:  # a second run has no tangents, and so saves other tensors
+            return forward(*args, **kwargs)
+        self._lazy = self._lazy and _is_lazy(self._module)
+        if self._lazy:
             return forward(*args, **kwargs)
         if not cpu_threads.is_settled():  # its operators may get another number of threads half way
             return forward(*args, **kwargs)
@@ -285,6 +290,11 @@ class Wrapped(ForwardWrapper):
                     chain.hold(carry)
             carries[i] = carry
         return carries
+
+
+def _is_lazy(module: Module) -> bool:
+    """Return whether a module has weights or buffers that its next forward makes."""
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 def _is_gathered(modules: Iterable[Module]) -> bool:

@@ -400,3 +400,30 @@ def test_rules_are_for_the_modules_that_have_the_names_now(entered):
     sites()
     model[1] = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     assert "1" in sites()
+
+
+@pytest.mark.parametrize("policy", ["raw @ disk", "recompute", "1 : recompute; * : keep"])
+def test_lazy_modules_make_their_weights_in_the_first_forward(policy):
+    def steps(policy):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh())
+        model, x = nn.Sequential(nn.LazyLinear(8), block, nn.Linear(8, 1)), torch.randn(6, 4)
+        store = ActivationStore(model, policy, min_bytes=0)
+        for _ in range(2):
+            with store:
+                loss = model(x).square().sum()
+            loss.backward()
+        return [*(weight.grad for weight in model.parameters()), *model.buffers()], store.report()
+
+    (found, report), (wanted, _) = steps(policy), steps("keep")
+    assert all(map(torch.equal, found, wanted))
+    assert (report.held_bytes < report.saved_bytes) == ("recompute" in policy)
+
+
+def test_lazy_modules_under_a_lossy_policy():
+    model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.LazyLinear(1))
+    store = ActivationStore(model, "int8", min_bytes=0)
+    with store:
+        loss = model(torch.randn(64, 64)).sum()
+    loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
