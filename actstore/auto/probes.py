@@ -24,7 +24,8 @@ from actstore.auto.machine import machine_of
 from actstore.auto.memory import memory_of
 from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample, scaled
 from actstore.base.spec import Site
-from actstore.model.units import Shape, digest_of, has_forward
+from actstore.model.blocks import has_forward
+from actstore.model.units import Shape, digest_of
 from actstore.plan.build import MIN_PART_SHARE
 from actstore.plan.fields import read_as
 from actstore.plan.profile import KEEP, Profile, Unit, UnitFigures, medians, recomputes

@@ -82,6 +82,7 @@ def before_call(module: Module, _: Any) -> None:
         if place is not None:
             if not place.name:  # the model itself starts: frames that an interrupt left on the stack are over
                 tracker.unwind()
+                place.has_run = True
             if place.watched and not in_reentrant():
                 place.hidden = in_checkpoint()
                 tracker.hidden += place.hidden

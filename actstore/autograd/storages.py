@@ -10,6 +10,7 @@ from weakref import ref
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from actstore.base.reaper import Finalizer
 from actstore.base.storage import expired, free_weak, hold_weak, revive, storages_of
@@ -96,8 +97,11 @@ class Storages:
     def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
         """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
 
-        A weight that is not a Parameter was given to `functional_call`, or was `computed` from parameters.
+        A weight that is not a Parameter was given to `functional_call`, or was `computed` from parameters. That of a
+        lazy module has no storage before its first forward.
         """
+        if is_lazy(weight):
+            return
         known = self.computed if computed else self.parameters
         for storage in storages_of(weight):
             self.meet(storage._cdata, storage)

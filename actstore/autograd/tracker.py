@@ -75,7 +75,7 @@ def target_of(decision: Decision) -> Target | Deriving | None:
 class ModuleSites:
     """Record of one module name: its accounts in the order of its saves, and their target."""
 
-    __slots__ = ("_small", "accounts", "hidden", "keep_below", "ledger", "name", "target", "watched")
+    __slots__ = ("_small", "accounts", "has_run", "hidden", "keep_below", "ledger", "name", "target", "watched")
 
     def __init__(
         self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int, *, watched: bool = False
@@ -83,6 +83,7 @@ class ModuleSites:
         self.name = name
         self.watched = watched  # whether `hidden` is to be set,
         self.hidden = False  # which says that the module's last call was in a checkpoint of the model's own
+        self.has_run = False  # of the model itself
         self.accounts: list[Account] = []
         self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
         self.keep_below = keep_below  # bytes: smaller storages are kept, and accounted for in groups

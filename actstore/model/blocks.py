@@ -5,21 +5,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
+from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList, Sequential
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from actstore.model.names import named_modules
 
 
-def repeated_blocks(model: Module) -> list[str]:
+def repeated_blocks(model: Module, *, called: bool = True) -> list[str]:
     """Return the names of the modules that a model repeats: the children of its outermost ModuleLists and Sequentials.
 
     A list of parts, such as an embedding, an encoder and a head, repeats what the lists inside of it repeat. Where the
-    model has no list, they are its direct children. Modules without parameters are left out.
+    model has no list, they are its direct children. Modules without parameters are left out. Where `called`, children
+    stand in place of a module that has no forward, such as a list in a list.
     """
     names = {module: name for name, module in named_modules(model)}
     blocks = [block for outermost in _outermost_lists(model) for block in _blocks_of(outermost)]
-    return [names[block] for block in blocks or model.children() if _has_parameters(block)]
+    blocks = blocks or [*model.children()]
+    if called:
+        blocks = list(dict.fromkeys(part for block in blocks for part in _called(block)))
+    return [names[block] for block in blocks if _has_parameters(block)]
+
+
+def has_forward(module: Module) -> bool:
+    """Return whether a module can be called."""
+    return isinstance(module, ScriptModule) or type(module).forward is not Module.forward
+
+
+def _called(module: Module) -> Iterator[Module]:
+    if has_forward(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
 
 
 def _outermost_lists(module: Module) -> Iterator[Module]:
@@ -64,7 +83,8 @@ def _outermost_of(module: Module, lists: set[Module], kinds: set[Hashable]) -> I
 
 def _kind(module: Module) -> Hashable:
     """Return a module's class; for a plain list the shapes of its parameters, too, as its class says nothing."""
-    return type(module), tuple(each.shape for each in module.parameters()) if _is_plain(module) else ()
+    shapes = (None if is_lazy(each) else each.shape for each in module.parameters())
+    return type(module), tuple(shapes) if _is_plain(module) else ()
 
 
 def _is_plain(module: Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from actstore.model.blocks import repeated_blocks
+from actstore.model.blocks import has_forward, repeated_blocks
 from actstore.model.names import named_modules
 
 RULE_NAME = re.compile(r"[\w.-]+")  # the names that the grammar of rules accepts
@@ -83,10 +83,6 @@ def _compiled(model: Module) -> Iterator[Module]:
             yield inner
         elif module._compiled_call_impl is not None:
             yield module
-
-
-def has_forward(module: Module) -> bool:
-    return isinstance(module, ScriptModule) or type(module).forward is not Module.forward
 
 
 def can_run_again(module: Module) -> bool:

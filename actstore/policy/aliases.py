@@ -29,7 +29,8 @@ def expand(rules: Rules, model: Module) -> Rules:
 
     ``@blocks`` are the modules that the model repeats. ``@attention`` and ``@mlp`` are the outermost modules in them
     with a name that models give to attention (``self_attn``, ``SelfAttention``), and to feed-forward networks and
-    experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalisations outside of these two.
+    experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalisations outside of these two,
+    by the name of their class; of a module in a normalisation's class with normalisations inside, these.
     A slice selects some of them, in the order of the model: ``@blocks[::2]``, ``@blocks[-1]``.
     Text after an alias follows each of its names: ``@mlp.down_proj``.
 
@@ -41,7 +42,7 @@ def expand(rules: Rules, model: Module) -> Rules:
     if not any(pattern.startswith("@") for pattern, _ in rules.rules):
         return rules
     named = dict(named_modules(model))
-    parts = _parts(named, repeated_blocks(model))
+    parts = _parts(named, repeated_blocks(model, called=False)) | {"@blocks": repeated_blocks(model)}
     expanded: list[tuple[Pattern, Decision]] = []
     for text, decision in rules.rules:
         pattern = Pattern.parse(text)
@@ -49,6 +50,7 @@ def expand(rules: Rules, model: Module) -> Rules:
         found = [pattern._replace(module=name) for name in names]
         # slices may overlap: `Rules` refuses a rule only if earlier ones cover all that it covers
         live = [one for one in found if not any(earlier.includes(one) for earlier, _ in expanded)]
+        live = [one for one in live if not any(wider != one and wider.includes(one) for wider in live)]
         expanded += [(one, decision) for one in live or found]
     return Rules([(str(pattern), decision) for pattern, decision in expanded], default=rules.default)
 
@@ -61,10 +63,14 @@ def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[st
     inside = {name for name in inner if not taken.isdisjoint(ancestry(name))}
     mlp = _outermost([name for name in inner if name not in inside], _MLP)
     taken.update(mlp)
-    norm = [
-        name for name, module in named.items() if "Norm" in type(module).__name__ and taken.isdisjoint(ancestry(name))
-    ]
-    return {"@attention": attention, "@blocks": list(blocks), "@mlp": mlp, "@norm": norm}
+    norm = [name for name, module in named.items() if _is_norm(name, module) and taken.isdisjoint(ancestry(name))]
+    return {"@attention": attention, "@mlp": mlp, "@norm": norm}
+
+
+def _is_norm(name: str, module: Module) -> bool:
+    """Return whether a module normalises activations: its class says so, and that of no module in it."""
+    norms = [each for each in module.modules() if "Norm" in type(each).__name__]
+    return norms == [module] and "parametrizations" not in name.split(".")
 
 
 def _outermost(names: Iterable[str], words: re.Pattern[str]) -> list[str]:

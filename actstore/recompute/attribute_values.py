@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from enum import Enum
+from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
@@ -108,6 +109,9 @@ def waiting_value(name: str, value: Any) -> Any:
     """Return what can wait for the second run: the value, or a stand-in where much memory would wait with it."""
     if value is ABSENT or is_constant(value) or isinstance(value, _FUNCTIONS):
         return value
+    if type(value) is partial:  # of a checkpoint function, as Transformers sets it
+        inner = [value.func, *value.args, *value.keywords.values()]
+        return value if all(waiting_value(name, part) is part for part in inner) else hidden_by_forward(name)
     if type(value) in CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
         return value if all(waiting_value(name, part) is part for part in parts) else hidden_by_forward(name)

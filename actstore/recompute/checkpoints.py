@@ -1,4 +1,4 @@
-"""The model's own checkpoints: those that an exception has left, and those beside a region of a store."""
+"""The model's own checkpoints: those that an exception has left, and warnings of those beside a region of a store."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from actstore.base.checkpoints import innermost_pack
 _CODE = inspect.unwrap(checkpoint).__code__
 
 
-class DoubleCheckpoints:
-    """A warning of modules that both a rule and the model's own checkpoints recompute. Each store gives it once."""
+class RegionWarnings:
+    """Warnings of modules that the model checkpoints itself, or gives a cache. A store gives each once.
+
+    Attributes
+    ----------
+    doubled, cached : whether it has given them
+    """
 
     def __init__(self) -> None:
-        self.told = False
+        self.doubled = False
+        self.cached = False
 
     def tell_inside(self, region: str) -> None:
         """Warn that a region is entered in a checkpoint of the model."""
@@ -34,9 +40,21 @@ class DoubleCheckpoints:
             "less, and may compute it three times"
         )
 
+    def tell_cache(self, region: str, cache: str) -> None:
+        """Warn that a region runs without a cache that it was given."""
+        if not self.cached:
+            self.cached = True
+            warnings.warn(
+                f"{region} is given a {cache}: its second run would append to that once more. Recomputed modules run "
+                "without it, as under Transformers' own checkpoints, and it stays empty. To turn caches off, call "
+                "model(..., use_cache=False).",
+                RuntimeWarning,
+                stacklevel=stacklevel(),
+            )
+
     def _tell(self, what: str) -> None:
-        if not self.told:
-            self.told = True
+        if not self.doubled:
+            self.doubled = True
             warnings.warn(
                 f"{what}. Switch the model's own checkpoints off (Transformers: "
                 "model.gradient_checkpointing_disable()), or leave the rule out.",

@@ -28,7 +28,7 @@ from actstore.model.generators import GeneratorAccess
 from actstore.policy import Decision, Keep
 from actstore.policy.decision import exactly
 from actstore.recompute.attributes import Effects, PartAttributes
-from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
 from actstore.recompute.running import FirstRun, LaterRun, current, first_runs
@@ -41,17 +41,17 @@ class ExceptedPart(ForwardWrapper):
     ----------
     decision : how tensors wait that it saves
     once : all modules of the policy that do not run again
-    double : the warning of the model's own checkpoints
+    warned : the warnings of recomputed modules
     """
 
     def __init__(
-        self, name: str, module: Module, decision: Decision, once: frozenset[Module], double: DoubleCheckpoints
+        self, name: str, module: Module, decision: Decision, once: frozenset[Module], warned: RegionWarnings
     ) -> None:
         super().__init__(name, module)
         self.modules = list(module.modules())
         self._text = f"{name} ({decision})"
         self._once = once
-        self._double = double
+        self._warned = warned
         self.output_decision = exactly(decision)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class ExceptedPart(ForwardWrapper):
             return forward(*args, **kwargs)
         if (pack := innermost_pack()) is not run.hook:
             if getattr(pack, "__module__", "") in CHECKPOINTS:
-                self._double.tell_inside(self._text)
+                self._warned.tell_inside(self._text)
             if isinstance(run, FirstRun):
                 run.parts.weights.run_again(self.modules)
             return forward(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
@@ -13,6 +12,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.jit import ScriptModule
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from actstore.autograd.handles import is_lossy
@@ -32,8 +32,9 @@ from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
 from actstore.recompute.attribute_values import hidden_by_write
 from actstore.recompute.attributes import AttributeStates
+from actstore.recompute.caches import has_cache, without_caches
 from actstore.recompute.chain import CallChain, Carry
-from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
@@ -66,7 +67,7 @@ class Wrapped(ForwardWrapper):
     Parameters
     ----------
     entry_of : returns the store's entry on this thread, if it is the innermost one
-    double : the warning of the model's own checkpoints
+    warned : the warnings of recomputed modules
     alike : number of modules that the same rule matches: the first guess at the length of a chain
     once : all modules of the policy that do not run again, with the regions around them
     idle : those of them that this region does not run again
@@ -83,7 +84,7 @@ class Wrapped(ForwardWrapper):
         module: Module,
         decision: Recompute,
         entry_of: Callable[[], Entered | None],
-        double: DoubleCheckpoints,
+        warned: RegionWarnings,
         alike: int = 1,
         once: frozenset[Module] = frozenset(),
         idle: frozenset[Module] = frozenset(),
@@ -111,10 +112,11 @@ class Wrapped(ForwardWrapper):
         self._region = f"{name} ({decision})"  # for messages
         self._decision = decision
         self._entry_of = entry_of
-        self._double = double
+        self._warned = warned
         self._alike = alike
         parts = [part for part in module.modules() if part is not module]
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+        self._lazy = _is_lazy(module)
         self._lengths: dict[int, int] = {}
         self._writes = WriteHistory()
         self._settings: ModuleSettings | None = None  # in the last call
@@ -125,10 +127,13 @@ class Wrapped(ForwardWrapper):
             return forward(*args, **kwargs)
         records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not records or _in_region(pack := innermost_pack()):
-            if not self._double.told and in_checkpoint():
-                self._double.tell_inside(self._region)
+            if not self._warned.doubled and in_checkpoint():
+                self._warned.tell_inside(self._region)
             return forward(*args, **kwargs)
         if forward_ad._current_level >= 0:  # a second run has no tangents, and so saves other tensors
+            return forward(*args, **kwargs)
+        self._lazy = self._lazy and _is_lazy(self._module)
+        if self._lazy:
             return forward(*args, **kwargs)
         if not cpu_threads.is_settled():  # its operators may get another number of threads half way
             return forward(*args, **kwargs)
@@ -139,6 +144,9 @@ class Wrapped(ForwardWrapper):
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
         leaves, form = flatten(args, kwargs)
+        if has_cache(leaves):
+            args, kwargs = without_caches(self._module, self.name, self._region, args, kwargs, self._warned)
+            leaves, form = flatten(args, kwargs)
         call = self._take(scope, calls, forward, leaves, form)
         call.given = args, kwargs
         hooks = FirstHooks(scope, call, self._diverged)
@@ -164,7 +172,7 @@ class Wrapped(ForwardWrapper):
             call.saved_nbytes = hooks.nbytes
             calls.put_out(call, tree_leaves(output))
         if tracker.hidden != hidden:
-            self._double.tell_around(self._region)
+            self._warned.tell_around(self._region)
         return output
 
     def _diverged(self, call: RegionCall, difference: RunDifference) -> StateError:
@@ -194,7 +202,6 @@ class Wrapped(ForwardWrapper):
             places: dict[int, int] = {}
             for i, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
-                    self._refuse_cache(leaf)
                     continue
                 first = places.setdefault(id(leaf), i)
                 if first != i:
@@ -256,15 +263,6 @@ class Wrapped(ForwardWrapper):
         """True if a second run repeats the decisions of the first, where what it computes from is inexact."""
         return self._decision.keeps_decisions or (self._lossy and self._decision.decisions != "anew")
 
-    def _refuse_cache(self, leaf: Any) -> None:
-        if _is_cache(leaf.__class__):
-            raise StateError(
-                f"{self._region} is given a {type(leaf).__name__}: its second run would append to that once more, and "
-                "what is in it keeps the graph of each step alive. Turn caches off in training: "
-                "model.config.use_cache = False, or model(..., use_cache=False).",
-                module=self.name,
-            )
-
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""
         decision = self._decision
@@ -294,18 +292,17 @@ class Wrapped(ForwardWrapper):
         return carries
 
 
+def _is_lazy(module: Module) -> bool:
+    """Return whether a module has weights or buffers that its next forward makes."""
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
+
+
 def _is_gathered(modules: Iterable[Module]) -> bool:
     """Return whether DeepSpeed gathers the weights: its hooks count, in attributes, each run of a module."""
     for module in modules:
         for weight in module._parameters.values():
             return hasattr(weight, "ds_id")
     return False
-
-
-@functools.cache
-def _is_cache(kind: type) -> bool:
-    """Return whether it is Transformers' cache of keys and values."""
-    return any((base.__module__, base.__name__) == ("transformers.cache_utils", "Cache") for base in kind.__mro__)
 
 
 def _in_region(pack: Any) -> bool:

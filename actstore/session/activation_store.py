@@ -25,11 +25,11 @@ from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
-from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.checkpoints import RegionWarnings
 from actstore.session.arguments import check_plan, check_seed, listed, read_chooser, read_model, read_policy
 from actstore.session.compiling import StoreGraphs
 from actstore.session.controllers import controller_of, window_of
-from actstore.session.entries import StoreEntry, entries, entry_to_leave, refuse_checkpointed_region
+from actstore.session.entries import StoreEntry, check_nested, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.session.out_of_memory import explain
@@ -121,7 +121,7 @@ class ActivationStore(StoreGraphs):
         self._lock = Lock()
         self._inside = set[StoreEntry]()  # of all threads
         self._closed = False
-        self._double = DoubleCheckpoints()
+        self._warned = RegionWarnings()
         self._ledger = ledger = Ledger()
         if self._given_plan is not None:
             ledger.budget.set(self._given_plan.budget)
@@ -231,7 +231,9 @@ class ActivationStore(StoreGraphs):
         try:
             entry = entry_to_leave(self, error)
             entry.unwind(error)
-            if error is not None:
+            if error is None:
+                check_nested(entry)
+            else:
                 has_budget = self._ledger.budget.limit < inf
                 known = () if self._optimizers is None else self._optimizers.known()
                 explain(error, self._ledger, self._fitted.policy, self._model, known, has_budget=has_budget)
@@ -330,7 +332,7 @@ class ActivationStore(StoreGraphs):
         cpu_memory.trim()
 
     def _fit(self, policy: Policy) -> Fitted:
-        return Fitted(policy, self._model, self, self._ledger, self._double, self._min_nbytes)
+        return Fitted(policy, self._model, self, self._ledger, self._warned, self._min_nbytes)
 
     def _follow(self, policy: Policy) -> None:
         """Apply another policy from the next entry on."""

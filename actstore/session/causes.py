@@ -12,8 +12,8 @@ from actstore.base.ledger import Account, Circumstances, Ledger, Transient
 from actstore.base.note import SMALL
 from actstore.compiled.budget.plan import GraphPlan
 from actstore.plan.plan import Plan
-from actstore.policy import Derive, Offload, Policy, Recompute, Rules
-from actstore.session.advice import StepFigures
+from actstore.policy import Derive, Keep, Offload, Policy, Recompute, Rules
+from actstore.session.step_figures import StepFigures
 from actstore.session.step_policy import StepPolicy
 
 
@@ -26,6 +26,8 @@ class Request:
     policy : the present policy
     chooser, measuring, budget : as in `StepFigures`
     hidden : names of modules that ran inside a checkpoint of the model's own, and that a rule names
+    named : names of the modules in the model
+    runs : False where the store has a model that has not run
     """
 
     policy: Policy
@@ -33,17 +35,25 @@ class Request:
     measuring: bool = False
     budget: int = 0
     hidden: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    runs: bool = True
 
 
 def request_of(
-    policy: Policy, controller: StepPolicy | None, plan: Plan | GraphPlan | Choice | None, hidden: tuple[str, ...]
+    policy: Policy,
+    controller: StepPolicy | None,
+    plan: Plan | GraphPlan | Choice | None,
+    hidden: tuple[str, ...],
+    named: tuple[str, ...],
+    *,
+    runs: bool,
 ) -> Request:
     """Return the request of a store whose `plan`, if any, comes from its `controller` or was given."""
     if controller is None and plan is None:
-        return Request(policy, "" if isinstance(policy, Rules) else "function", hidden=hidden)
+        return Request(policy, "" if isinstance(policy, Rules) else "function", hidden=hidden, named=named, runs=runs)
     chooser = "plan" if controller is None else controller.name
     budget = int(plan.budget) if isinstance(plan, Plan | GraphPlan) else 0
-    return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden)
+    return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden, named=named, runs=runs)
 
 
 class _Groups:
@@ -88,6 +98,8 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         lower="host" if not circumstances.on_host and host != 0 else "disk" if disk != 0 else "",
         hidden_rules=hidden_rules,
         hidden_modules=hidden_modules,
+        unseen_rules=() if ledger.compiled else _unseen(request, accounts),
+        outside=0 if request.runs else _sum((each for each in accounts if not each.site.name), _saved),
         kept_small=_sum(groups.small, _saved),
         min_bytes=circumstances.min_nbytes,
         kept_no_room=_sum(groups.no_room, _saved),
@@ -163,6 +175,19 @@ def _hidden(request: Request, accounts: Iterable[Account]) -> tuple[tuple[str, .
     blind = [name for name in request.hidden if policy.pattern_of(name) not in seen]
     rules = dict.fromkeys(f"{policy.pattern_of(name)} : {policy.decide(name)}" for name in blind)
     return tuple(rules), len(blind)
+
+
+def _unseen(request: Request, accounts: Iterable[Account]) -> tuple[str, ...]:
+    """Return the rules of the user, but for `keep` and those of `_hidden`, whose modules saved nothing."""
+    policy = request.policy
+    if not isinstance(policy, Rules) or request.chooser:
+        return ()
+    seen = {policy.pattern_of(account.site.name) for account in accounts if account.count or account.saved}
+    found = [
+        name for name in request.named if name not in request.hidden and policy.pattern_of(name) not in seen | {"*"}
+    ]
+    decided = {policy.pattern_of(name): policy.decide(name) for name in found}
+    return tuple(f"{pattern} : {each}" for pattern, each in decided.items() if not isinstance(each, Keep))
 
 
 def _first_tier(account: Account) -> str:

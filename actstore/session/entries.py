@@ -41,9 +41,10 @@ class StoreEntry:
     undos : noted before their registrations, the last one first in `unwind`. An interrupt can come before or after any
         of them: each is harmless where nothing is registered, and where it runs again
     error : the exception with which the entry ends
+    inner : another store that acted inside of it; None for none
     """
 
-    __slots__ = ("calls", "error", "owner", "pack", "scope", "undos")
+    __slots__ = ("calls", "error", "inner", "owner", "pack", "scope", "undos")
 
     def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None) -> None:
         self.owner = owner
@@ -52,6 +53,7 @@ class StoreEntry:
         self.pack = scope.entry_hook() if controller is None else controller.watching(scope.entry_hook())
         self.undos: list[Callable[[], object]] = []
         self.error: BaseException | None = None
+        self.inner: object = None
 
     def activate(self) -> None:
         """Make this the innermost entry of the thread, with its tracker and its hooks."""
@@ -134,6 +136,25 @@ def entry_to_leave(owner: object, error: BaseException | None) -> StoreEntry:
 def is_active() -> bool:
     """Return whether a store is entered on this thread."""
     return bool(entries())
+
+
+def check_nested(entry: StoreEntry) -> None:
+    """Check that an entry that was left has acted, where another store was entered inside of it.
+
+    Raises
+    ------
+    StateError : the inner store has seen all tensors, as in ``with outer, inner:``
+    """
+    acted = any(account.count or account.saved for account in entry.scope.ledger.accounts())
+    if acted and entries() and entries()[-1].owner is not entry.owner:
+        entries()[-1].inner = entry.owner
+    if entry.inner is not None and not acted:
+        raise StateError(
+            f"{entry.owner!r} has seen no tensor, because {entry.inner!r} was entered inside of its context: the inner "
+            "store alone acts. Enter each store around the forward of its own model, or give one store the rules of "
+            "both.",
+            inner=entry.inner,
+        )
 
 
 def tag_now(tensor: Tensor, name: str) -> Tensor:

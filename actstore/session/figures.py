@@ -71,8 +71,11 @@ class StoreFigures:
         store.poll()
         gradients = None if self._influence is None else self._influence.read()
         circumstances, errors = store.circumstances(self._min_nbytes), self._sampler.errors()
-        hidden = tuple(place.name for place in self._fitted.places.values() if place.hidden)
-        request = request_of(self._fitted.policy, self._controller, self.plan, hidden)
+        places = self._fitted.places.values()
+        hidden = tuple(place.name for place in places if place.hidden)
+        runs = self._model is None or any(place.has_run for place in places)
+        named = tuple(place.name for place in places)
+        request = request_of(self._fitted.policy, self._controller, self.plan, hidden, named, runs=runs)
         process = None
         if circumstances.on_host:
             optimizers = [] if self._optimizers is None else self._optimizers.find()

@@ -18,7 +18,7 @@ from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
 from actstore.policy.operators import COLLECTIVE
 from actstore.policy.pattern import Pattern, ancestry
-from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.excepted import ExceptedPart
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.inner_rules import InnerRules
@@ -40,7 +40,7 @@ class Fitted:
     Parameters
     ----------
     owner : the store whose entries count
-    double : the warning of the model's own checkpoints
+    warned : the warnings of recomputed modules
 
     Raises
     ------
@@ -53,15 +53,19 @@ class Fitted:
         model: Module | None,
         owner: object,
         ledger: Ledger,
-        double: DoubleCheckpoints,
+        warned: RegionWarnings,
         min_nbytes: int,
     ) -> None:
         self.policy = policy
         self._ledger = ledger
         self._min_nbytes = min_nbytes
-        self._wrapped = _wrap(policy, model, owner, double)
+        self._wrap = partial(_wrap, policy, model, owner, warned)
+        self._wrapped = self._wrap()
+        self._compiled: list[str] = []  # modules whose graphs follow the policy
         self.places: dict[Module, ModuleSites] = {}
         self.top = self._place("")
+        if model is not None:
+            self.name_modules(named_modules(model))
 
     def enter(self, entry: StoreEntry) -> None:
         """Wrap the forwards and the compiled calls of the modules for an entry, until its undo."""
@@ -77,20 +81,32 @@ class Fitted:
             wrapped.exit(entry)
 
     def name_modules(self, named: list[tuple[str, Module]]) -> None:
-        """Update the records from the model's modules, because users replace modules between steps."""
+        """Update the records from the model's modules, because users replace modules between steps.
+
+        Raises
+        ------
+        PolicyError : the policy no longer fits the model
+        """
         by_name = {place.name: place for place in self.places.values()}
-        places = {}
+        places, replaced = {}, False
         for name, module in named:
             place = self.places.get(module)
             if place is None or place.name != name:
+                replaced = bool(self.places)
                 place = by_name.get(name)
                 if place is None:
                     place = by_name[name] = self._place(name)
             places[module] = place
         self.places = places
+        if replaced:
+            self._wrapped = self._wrap()
+            for name in self._compiled:
+                self.leave_to_graphs(name)
 
     def leave_to_graphs(self, name: str) -> None:
         """Wrap no module in `name`, because compiled graphs recompute what the policy says."""
+        if name not in self._compiled:
+            self._compiled.append(name)
         inside = f"{name}." if name else ""
         self._wrapped = [each for each in self._wrapped if each.name != name and not each.name.startswith(inside)]
 
@@ -106,7 +122,7 @@ class Fitted:
         return ModuleSites(name, self._ledger, None if asks else decision, keep_below, watched=watched)
 
 
-def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleCheckpoints) -> list[ForwardWrapper]:
+def _wrap(policy: Policy, model: Module | None, owner: object, warned: RegionWarnings) -> list[ForwardWrapper]:
     if not isinstance(policy, Rules):
         return []
     if model is None:
@@ -126,14 +142,14 @@ def _wrap(policy: Policy, model: Module | None, owner: object, double: DoubleChe
     inner = {name: _inner_rules(name, named, policy, excepted) for name in roots}
     _require_regions(policy, [rules for rules in inner.values() if rules is not None])
     return [
-        *(ExceptedPart(name, part, policy.decide(name), once, double) for name, part in excepted.items()),
+        *(ExceptedPart(name, part, policy.decide(name), once, warned) for name, part in excepted.items()),
         *(
             Wrapped(
                 name,
                 named[name],
                 decision,
                 lambda: innermost_of(owner),
-                double,
+                warned,
                 alike[decision],
                 once,
                 _modules_of(part for inside, part in excepted.items() if name in [*ancestry(inside)][1:]),

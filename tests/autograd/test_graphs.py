@@ -108,11 +108,27 @@ def test_of_two_nested_stores_the_inner_one_acts():
     with outer:
         with inner:
             first = program(x, 1)
-        assert outer.report().saved_bytes == 0
         second = program(x, 2)
     assert inner.report().saved_bytes == outer.report().saved_bytes > 0
     check_same(torch.autograd.grad(first, x), plain(x, 1))
     check_same(torch.autograd.grad(second, x), plain(x, 2))
+
+
+@pytest.mark.parametrize("policy", ["raw", "blocks.* : recompute"])
+def test_an_outer_store_that_does_nothing_is_refused(policy):
+    model, batch = build("transformer")
+    outer, inner = ActivationStore(model, policy, min_bytes=0), ActivationStore(model, "raw", min_bytes=0)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"has seen no tensor, because <ActivationStore.*around the forward") as info:
+            with outer, inner:
+                loss = model(*batch).sum()
+        assert info.value.inner is inner
+        loss.backward()
+    with outer:
+        with torch.no_grad(), inner:
+            model(*batch)
+    with outer, inner:
+        pass
 
 
 def test_names_go_on_in_the_outer_store_after_an_inner_one():
@@ -143,7 +159,7 @@ def test_two_stores_around_each_other_recompute_their_own(first):
     outer = ActivationStore(model, "blocks.0 : recompute(raw)", min_bytes=0)
     inner = ActivationStore(model, "blocks.1 : recompute(raw @ disk)", min_bytes=0)
     one, other = (inner, outer) if first == "inner" else (outer, inner)
-    with one:
+    with pytest.raises(StateError, match="has seen no tensor"), one:
         found = train_step(model, batch, other)
     check_same(found, train_step(model, batch))
     assert all("forward" not in block.__dict__ for block in model.blocks)
@@ -239,7 +255,10 @@ def test_leaving_in_the_wrong_order():
     assert (first.report().saved_bytes, second.report().saved_bytes) == (0, x.nbytes)
     with first, second:
         pass
-    first.__exit__(None, None, None)
+    with pytest.raises(StateError, match="has seen no tensor"):
+        first.__exit__(None, None, None)
+    with first:
+        pass
     del y
 
 

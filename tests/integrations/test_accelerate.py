@@ -68,12 +68,6 @@ def test_gradient_checkpointing_of_the_model_saves_its_inputs_through_the_store(
     assert report.held_bytes < report.saved_bytes
 
 
-def test_a_cache_given_to_recomputed_blocks_is_refused():
-    with pytest.raises(actstore.errors.StateError, match="use_cache=False") as info:
-        train("recompute", model=llama(use_cache=True))
-    assert "model.layers.0 (recompute) is given a DynamicCache" in str(info.value)
-
-
 def test_a_checkpoint_of_accelerate_has_the_state_of_the_store(tmp_path):
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)

@@ -323,15 +323,18 @@ def test_a_callback_without_a_trainer_is_refused():
 # -- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def make_sft(folder, callbacks=(), **options):
+def tokenizer_of_words():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    SFTConfig, SFTTrainer = quietly("trl", "SFTConfig", "SFTTrainer")
-    (Dataset,) = quietly("datasets", "Dataset")
     (PreTrainedTokenizerFast,) = quietly("transformers", "PreTrainedTokenizerFast")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_sft(folder, callbacks=(), **options):
+    SFTConfig, SFTTrainer = quietly("trl", "SFTConfig", "SFTTrainer")
+    (Dataset,) = quietly("datasets", "Dataset")
     texts = [" ".join(f"w{int(i)}" for i in row["input_ids"] % 62) for row in tokens()]
     options = {"max_steps": STEPS, "logging_steps": 5, "gradient_checkpointing": False, **options}
     arguments = SFTConfig(
@@ -348,7 +351,7 @@ def make_sft(folder, callbacks=(), **options):
         llama(),
         arguments,
         train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
+        processing_class=tokenizer_of_words(),
         callbacks=list(callbacks),
     )
 
@@ -364,6 +367,35 @@ def test_sft_trainer(tmp_path):
     assert callback.store.report().held_bytes < 0.8 * callback.store.report().saved_bytes
 
 
+def make_dpo(folder, callbacks=()):
+    """A DPOTrainer with TRL's defaults, which switches the model's checkpoints around its reference model."""
+    DPOConfig, DPOTrainer = quietly("trl", "DPOConfig", "DPOTrainer")
+    (Dataset,) = quietly("datasets", "Dataset")
+    texts = [" ".join(f"w{int(i)}" for i in row["input_ids"][:8] % 62) for row in tokens(12)]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), texts[i : i + 3], strict=True)) for i in range(0, 12, 3)]
+    options = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    arguments = DPOConfig(str(folder), **options, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False)
+    return DPOTrainer(
+        llama(),
+        llama(),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer_of_words(),
+        callbacks=list(callbacks),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # of Transformers, in TRL
+@pytest.mark.filterwarnings("ignore:.*the model checkpoints this module, or a part of it, by itself:RuntimeWarning")
+def test_dpo_trainer(tmp_path):
+    plain = make_dpo(tmp_path)
+    plain.train()
+    stored = make_dpo(tmp_path, [ActivationStoreCallback("@blocks : recompute", min_bytes=0)])
+    stored.train()
+    assert losses(stored) == losses(plain)
+    assert same_weights(stored.model, plain.model)
+
+
 def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:  # TRL asks for the accelerator when the Trainer is made
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
@@ -372,6 +404,26 @@ def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
     with pytest.raises(actstore.errors.StateError, match=r"trl\..*activation_offloading=False"):
         trainer.train()
+
+
+def test_the_decoder_of_t5_has_a_cache_in_the_trainer(tmp_path):
+    """The Trainer switches the model's cache off, and its decoder has a config of its own."""
+    config_of, model_of = quietly("transformers", "T5Config", "T5ForConditionalGeneration")
+
+    def train(folder, callbacks):
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+        model = model_of(config_of(**sizes, decoder_start_token_id=0))
+        model.decoder.config.use_cache = bool(callbacks)
+        trainer = make_trainer(tmp_path / folder, callbacks, model, max_steps=3, logging_steps=1)
+        trainer.train()
+        return trainer
+
+    plain = train("plain", [])
+    with pytest.warns(RuntimeWarning, match=r"decoder\.block\.0 .*EncoderDecoderCache"):
+        stored = train("stored", [ActivationStoreCallback("@blocks : recompute", min_bytes=0)])
+    assert losses(stored) == losses(plain)
+    assert same_weights(stored.model, plain.model)
 
 
 # -- checkpoints of the model's own -----------------------------------------------------------------------------------

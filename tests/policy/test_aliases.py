@@ -44,6 +44,53 @@ def test_an_alias_stands_for_names(text):
     assert [pattern for pattern, _ in expanded.rules] == EXPANDED[text]
 
 
+class AdaLayerNorm(nn.Module):  # as of diffusers: a normalisation's name, and one inside
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+
+class Conv2dNormActivation(nn.Sequential): ...
+
+
+def test_norms_are_the_innermost_modules_of_that_name():
+    weighted = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    stem = Conv2dNormActivation(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    net = nn.ModuleDict({"stem": stem, "norm_out": AdaLayerNorm(), "weighted": weighted})
+    assert [name for name, _ in expand(Rules.parse("@norm : int8"), net).rules] == ["stem.1", "norm_out.norm"]
+
+
+def test_a_glob_that_covers_another_one_stands_for_both():
+    blocks = nn.ModuleList(nn.ModuleDict({"mixer": AdaLayerNorm(), "norm": nn.LayerNorm(4)}) for _ in range(2))
+    net = nn.ModuleDict({"layers": blocks})
+    assert [name for name, _ in expand(Rules.parse("@norm : int8"), net).rules] == ["layers.*.norm"]
+
+
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        pairs = ([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())] for _ in range(2))
+        self.layers = nn.ModuleList(map(nn.ModuleList, pairs))
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = second(first(x))
+        return x
+
+
+def test_blocks_have_a_forward():
+    net = Lists()
+    assert [name for name, _ in expand(Rules.parse("@blocks : int8"), net).rules] == ["layers.*.*"]
+    store = ActivationStore(net, "recompute", min_bytes=0)
+    with store:
+        loss = net(torch.randn(64, 4)).sum()
+    loss.backward()
+    report = store.report()
+    sites = {site.site.rpartition("[")[0] for site in report.sites if site.held_bytes}
+    assert sites == {"layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"}
+    assert report.held_bytes < report.saved_bytes
+
+
 def test_a_glob_that_would_cover_more_is_not_used():
     blocks = nn.ModuleList(nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(4, 4)})}) for _ in range(2))
     for block in blocks:

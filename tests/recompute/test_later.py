@@ -1,6 +1,7 @@
 """Attributes that other code changes between forward and backward: a recomputed module reads what forward read."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Scaled(nn.Module):
         self.scale, self.mask, self.rows, self.function = 2.0, torch.ones(WIDTH), [1.0], torch.tanh
         self.large, self.tables, self.nested = torch.ones(2**19), [torch.ones(2**19)], {"rows": [object()]}
         self.inside, self.many, self.draws = {"rows": [1.0], "of": {"step": 1.0}}, [0.0] * 65, [torch.Generator()]
-        self.act = nn.LeakyReLU(0.1)
+        self.act, self.limit = nn.LeakyReLU(0.1), partial(torch.clamp, min=-0.5)
         self.register_buffer("step", torch.ones(()))
         self.register_buffer("table", torch.ones(2048))
 
@@ -37,7 +38,7 @@ class Scaled(nn.Module):
         factor = factor * sum(self.inside["rows"]) * self.inside["of"]["step"] * (1 + sum(self.many))
         noise = torch.rand(WIDTH, generator=self.draws[0])
         y = self.act(torch.tanh(self.inner(x) + self.step * getattr(self, "bias", 1.0)))
-        return self.drop(self.norm(self.function(y) * self.mask * noise * factor * self.table[0].sin()))
+        return self.drop(self.norm(self.limit(self.function(y)) * self.mask * noise * factor * self.table[0].sin()))
 
 
 def ends_training(block):
@@ -54,6 +55,10 @@ def sets_a_tensor(block):
 
 def sets_a_function(block):
     block.function = torch.sigmoid
+
+
+def sets_a_partial_function(block):
+    block.limit = partial(torch.clamp, min=0.1)
 
 
 def appends_a_row(block):
@@ -106,9 +111,9 @@ def freezes_a_bias(block):
 
 RECOMPUTE = ["recompute", "recompute(raw @ disk)"]
 LATER = [
-    ends_training, sets_a_number, sets_a_tensor, sets_a_function, appends_a_row, appends_inside, sets_a_list,
-    deletes_a_number, appends_a_row_inside, sets_an_entry_inside, writes_to_a_small_buffer, sets_what_was_absent,
-    sets_a_rate, sets_a_slope, freezes, freezes_a_bias,
+    ends_training, sets_a_number, sets_a_tensor, sets_a_function, sets_a_partial_function, appends_a_row,
+    appends_inside, sets_a_list, deletes_a_number, appends_a_row_inside, sets_an_entry_inside,
+    writes_to_a_small_buffer, sets_what_was_absent, sets_a_rate, sets_a_slope, freezes, freezes_a_bias,
 ]  # fmt: skip
 
 

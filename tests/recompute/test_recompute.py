@@ -375,3 +375,55 @@ def test_two_steps_then_plain():
     store = make(model, "recompute(raw)")
     for seed in (1, 2):
         check_same(train_step(model, batch, store, seed=seed), train_step(model, batch, seed=seed))
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_rules_are_for_the_modules_that_have_the_names_now(entered):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
+    store = ActivationStore(model, "1 : recompute; * : keep", min_bytes=0)
+    x = torch.ones(4, 8)
+
+    def sites():
+        with store:
+            loss = model(x).sum()
+        loss.backward()
+        return {site.site.rpartition("[")[0] for site in store.report().sites if site.saved_bytes}
+
+    if entered:
+        assert "1" in sites()
+    model[1] = copy.deepcopy(model[0])
+    found = sites()
+    assert "1" in found
+    assert not any(name.startswith("1.") for name in found)
+    assert "forward" not in vars(model[1])
+    model[1] = nn.Identity()
+    sites()
+    model[1] = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    assert "1" in sites()
+
+
+@pytest.mark.parametrize("policy", ["raw @ disk", "recompute", "1 : recompute; * : keep"])
+def test_lazy_modules_make_their_weights_in_the_first_forward(policy):
+    def steps(policy):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh())
+        model, x = nn.Sequential(nn.LazyLinear(8), block, nn.Linear(8, 1)), torch.randn(6, 4)
+        store = ActivationStore(model, policy, min_bytes=0)
+        for _ in range(2):
+            with store:
+                loss = model(x).square().sum()
+            loss.backward()
+        return [*(weight.grad for weight in model.parameters()), *model.buffers()], store.report()
+
+    (found, report), (wanted, _) = steps(policy), steps("keep")
+    assert all(map(torch.equal, found, wanted))
+    assert (report.held_bytes < report.saved_bytes) == ("recompute" in policy)
+
+
+def test_lazy_modules_under_a_lossy_policy():
+    model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.LazyLinear(1))
+    store = ActivationStore(model, "int8", min_bytes=0)
+    with store:
+        loss = model(torch.randn(64, 64)).sum()
+    loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())

@@ -380,6 +380,22 @@ RULES_HIDDEN = {
 }
 
 
+UNSEEN = [
+    Case(
+        {"unseen_rules": ("mlp : int8",)},
+        "The rule `mlp : int8` saw nothing: the modules did not run, or nothing in them or before them requires a "
+        "gradient; leave this rule out.",
+        [{"unseen_rules": ()}],
+    ),
+    Case(
+        {"outside": 100 * MIB},
+        "100.0 MiB (100 % of the saved bytes) were saved outside of the store's model, which did not run; make the "
+        "store with the model that trains: a copy of a model has modules of its own.",
+        [{"outside": 99 * MIB}],
+    ),
+]
+
+
 def sentence(case: Case, lead: str) -> str:
     (found,) = why(StepFigures(**{**BASE, **case.when}))
     assert found == lead + case.says
@@ -413,6 +429,11 @@ def test_rules_that_saw_nothing(name: str) -> None:
     assert [text.split()[0] for text in found] == ["The", "400.0"]
 
 
+@pytest.mark.parametrize("case", UNSEEN, ids=lambda case: next(iter(case.when)))
+def test_what_did_not_run_is_told(case: Case) -> None:
+    check(case, "")
+
+
 def test_nothing_saved_at_all() -> None:
     (found,) = why(StepFigures())
     assert "saved 0 bytes" in found
@@ -421,7 +442,7 @@ def test_nothing_saved_at_all() -> None:
 
 
 def test_all_figures_are_in_the_table() -> None:
-    cases = [*BYTES.values(), *STALLS.values(), *RULES_HIDDEN.values(), PARCELS]
+    cases = [*BYTES.values(), *STALLS.values(), *RULES_HIDDEN.values(), *UNSEEN, PARCELS]
     used = set(BASE).union(*(case.when for case in cases), *(near for case in cases for near in case.unless))
     assert used == {field.name for field in dataclasses.fields(StepFigures)}
 
@@ -454,6 +475,6 @@ def test_the_table_of_the_guide_quotes_sentences() -> None:
     table = page.split("## It saves nothing")[1].split("##")[0]
     quoted = re.findall(r"^\| \*(.+?)\* \|", table, re.MULTILINE)
     assert len(quoted) >= 10
-    cases = [*BYTES.values(), *RULES_HIDDEN.values(), PARCELS]
+    cases = [*BYTES.values(), *RULES_HIDDEN.values(), *UNSEEN, PARCELS]
     said = " ".join([*why(StepFigures()), *(case.says for case in cases)])
     assert [words for words in quoted if words not in said] == []

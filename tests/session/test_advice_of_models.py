@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from dataclasses import replace
 from threading import Event
@@ -302,6 +304,44 @@ class Checkpoints(Mlp):
             return super().forward(x)
         found: torch.Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
         return found
+
+
+@pytest.mark.parametrize("policy", ["int8", "recompute", "0 : int8; * : keep"])
+def test_a_copy_of_the_model_is_another_model(policy: str) -> None:
+    model = make_model()
+    (advice,) = step(ActivationStore(model, policy, min_bytes=0), copy.deepcopy(model)).advice
+    assert "saved outside of the store's model, which did not run; make the store with the model that" in advice
+    unpickled = pickle.loads(pickle.dumps(ActivationStore(model, policy, min_bytes=0)))
+    assert step(unpickled, model).advice == (advice,)
+    assert advice not in step(unpickled, unpickled.model).advice
+
+
+class Flat(nn.Module):
+    """Saves all that it saves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def test_a_model_without_modules_has_run() -> None:
+    model = Flat()
+    assert not any("outside" in text for text in step(ActivationStore(model, "keep"), model).advice)
+
+
+def test_rules_for_a_frozen_part_saw_nothing() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    store = ActivationStore(model, "0.up : int8; 0.down : raw; 1 : int8; 2.norm : keep; 2 : recompute", min_bytes=0)
+    assert step(store, model).advice[-1] == (
+        "The rules `0.up : int8` and `0.down : raw` saw nothing: the modules did not run, or nothing in them or before "
+        "them requires a gradient; leave these rules out."
+    )
+    model[0].requires_grad_(True)
+    assert not any("saw nothing" in text for text in step(store, model).advice)
 
 
 @pytest.mark.filterwarnings("ignore:.*Switch the model's own checkpoints off:RuntimeWarning")

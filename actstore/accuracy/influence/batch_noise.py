@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from actstore.accuracy.influence.node_error import book, norm
 from actstore.accuracy.influence.scalars import Scalars
@@ -34,7 +35,11 @@ def sample(gradient: Tensor) -> Tensor:
 
 def samples_nbytes(model: Module) -> int:
     """Return the most bytes of the samples of all gradients."""
-    return sum(4 * min(weight.numel(), SAMPLE_NUMEL) for weight in model.parameters() if weight.requires_grad)
+    return sum(
+        4 * min(weight.numel(), SAMPLE_NUMEL)
+        for weight in model.parameters()
+        if weight.requires_grad and not is_lazy(weight)
+    )
 
 
 class Minibatch:
@@ -65,7 +70,7 @@ class Minibatch:
     def begin(self, model: Module) -> None:
         """Begin the first of two micro-steps."""
         for weight in model.parameters():
-            if weight.requires_grad:
+            if weight.requires_grad and not is_lazy(weight):
                 self._hooks[id(weight)] = weight.register_hook(_Take(self, id(weight)))
 
     def follow(self, model: Module) -> None:
