@@ -240,7 +240,7 @@ class Wrapped(ForwardWrapper):
             attributes = AttributeStates(())
         else:
             self._settings = ModuleSettings.now(modules, self._settings)
-            attributes = AttributeStates(modules, self._settings)
+            attributes = AttributeStates(modules, self._settings, self._idle)
         return weights, attributes, generators, surroundings, switches
 
     def _parts(self, call: RegionCall) -> RegionParts:
