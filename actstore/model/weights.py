@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from itertools import chain
 from operator import is_
@@ -271,14 +272,20 @@ class Weights:
             raise
 
     def _rewind_unwritten(self) -> None:
-        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward."""
+        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward.
+
+        Small ones have copies in any case: no version tells a write to `Tensor.data`, also by the forward itself.
+        """
+        found = [each[2]() for each in self._unwritten if each[4] is not None]
+        owners = Counter(tensor.untyped_storage()._cdata for tensor in found if tensor is not None)
         for entries, name, known, version, copy in self._unwritten:
             tensor = known()
-            if tensor is None or tensor._version == version or entries.get(name) is not tensor:
+            if entries.get(name) is not tensor or tensor is None:
                 continue
-            if copy is not None:
+            is_newer = tensor._version != version
+            if copy is not None and (is_newer or owners[tensor.untyped_storage()._cdata] == 1):
                 _replace(entries, {name: copy.clone()}, self._meanwhile)
-            elif self._hidden is not None:
+            elif is_newer and self._hidden is not None:
                 _replace(entries, {name: self._hidden(name)}, self._meanwhile)
 
     def _refuse(self, tensor: Tensor, expected: int) -> None:

@@ -35,6 +35,7 @@ from actstore.recompute.attribute_values import (
     waiting_value,
 )  # fmt: skip
 from actstore.recompute.later import LaterChanges
+from actstore.recompute.reached import ReachedState
 from actstore.recompute.registered import Registered
 from actstore.recompute.settings import ModuleSettings
 
@@ -66,16 +67,21 @@ class AttributeStates:
     modules : modules of PyTorch among them are left out: they have buffers for what they change
     settings : those of these
     once : modules that do not run again, and keep what they register
+    reached : what they lead to
 
     Notes
     -----
     Not thread-safe: modules that change attributes must not run or be recomputed beside another thread.
     """
 
-    __slots__ = ("_before", "_changes", "_contents", "_has_failed", "_later", "_registered", "_settings")
+    __slots__ = ("_before", "_changes", "_contents", "_has_failed", "_later", "_reached", "_registered", "_settings")
 
     def __init__(
-        self, modules: Sequence[Module], settings: ModuleSettings | None = None, once: Container[Module] = ()
+        self,
+        modules: Sequence[Module],
+        settings: ModuleSettings | None = None,
+        once: Container[Module] = (),
+        reached: ReachedState | None = None,
     ) -> None:
         before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         for module in modules:
@@ -86,6 +92,7 @@ class AttributeStates:
         self._before: Sequence[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = before
         self._later = LaterChanges(modules)
         self._registered = Registered([module for module in modules if module not in once])
+        self._reached = reached
         self._settings = settings
         self._has_failed = False
         self._changes: Sequence[AttributeChange] = ()
@@ -104,10 +111,12 @@ class AttributeStates:
         self._changes, self._contents, self._before = tuple(changes), tuple(contents.values()), ()
         self._later.ended()
         self._registered.ended()
+        if self._reached is not None:
+            self._reached.ended()
 
     def failed(self) -> None:
         """Mark the end of a forward by an error, and let go of what attributes had: it may hold the graph."""
-        self._before, self._has_failed, self._registered = (), True, Registered(())
+        self._before, self._has_failed, self._registered, self._reached = (), True, Registered(()), None
 
     def rewound(self) -> AbstractContextManager[None]:
         """Return a context in which the attributes have their values from before the forward.
@@ -125,8 +134,10 @@ class AttributeStates:
             )
         if self._before:
             return self._paused()
-        values, contents = self._later.values(), self._later.contents()
+        values: list[tuple[Any, str, Any]] = [*self._later.values()]
+        contents = self._later.contents()
         values += self._registered.values()
+        values += () if self._reached is None else self._reached.values()
         values += () if self._settings is None else self._settings.changes()
         for change in self._changes:
             is_other = isinstance(change.was, Tensor) and change.was._version != change.version
@@ -155,7 +166,7 @@ class AttributeStates:
 
     @contextmanager
     def _rewound(
-        self, befores: list[tuple[dict[str, Any], str, Any]], earlier: list[tuple[dict[str, Any], str, Any]]
+        self, befores: Sequence[tuple[Any, str, Any]], earlier: list[tuple[dict[str, Any], str, Any]]
     ) -> Iterator[None]:
         """Give attributes the values `befores` until exit, and the containers in attributes `earlier` content."""
         values = [(entries, name, entries.get(name, ABSENT)) for entries, name, _ in befores]
@@ -182,7 +193,7 @@ class AttributeStates:
                 _remove_hooks(entries.get(name), since)
                 put(entries, name, now)
             for entries, names in orders:
-                if [*entries] != names:
+                if isinstance(entries, dict) and [*entries] != names:
                     entries |= {name: entries.pop(name) for name in names if name in entries}
 
 

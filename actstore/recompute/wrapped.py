@@ -38,6 +38,7 @@ from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
+from actstore.recompute.reached import ReachedState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
@@ -232,15 +233,17 @@ class Wrapped(ForwardWrapper):
         """Return what later runs put back, beside the arguments."""
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
-        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
+        reached = None if (gathered := _is_gathered(modules)) else ReachedState(modules)
+        given = leaves if reached is None or not reached.generators else [*leaves, *reached.generators]
+        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, given)
         surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
         switches = calls.switches = Switches.now(calls.switches)
         weights = Weights(self._module, modules, self._idle, self._writes, hidden_by_write)
-        if _is_gathered(modules):
+        if gathered:
             attributes = AttributeStates(())
         else:
             self._settings = ModuleSettings.now(modules, self._settings)
-            attributes = AttributeStates(modules, self._settings, self._idle)
+            attributes = AttributeStates(modules, self._settings, self._idle, reached)
         return weights, attributes, generators, surroundings, switches
 
     def _parts(self, call: RegionCall) -> RegionParts:
