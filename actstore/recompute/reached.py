@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import copy_context
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import is_
@@ -48,7 +49,7 @@ class ReachedState:
 
     Parameters
     ----------
-    modules : in the region: their attributes are not among the values, but what these lead to
+    modules : in the region: their attributes are not among the values, but what these lead to, as context variables do
 
     Attributes
     ----------
@@ -64,6 +65,8 @@ class ReachedState:
         self._seen = set(map(id, modules))
         for module in modules:
             self._visit_module(module)
+        for value in copy_context().values():
+            self._visit(value, _kind_of(type(value)), 0)
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop what it has changed."""
@@ -131,7 +134,7 @@ class ReachedState:
                 if not state.is_current():
                     state.read()
                 self._plain.append(_PlainValues(state.entries, vars(each), state.plain))
-                self._visit_others(state.entries, state.others, each.__name__, 1)
+                self._visit_others(state.entries, state.rest, each.__name__, 1)
 
     def _visit_function(self, function: Any, depth: int) -> None:
         if isinstance(function, MethodType):
@@ -144,9 +147,9 @@ class ReachedState:
             self._visit_entries(_CellEntries(function), function.__qualname__, depth)
 
     def _visit_entries(self, entries: _Entries, owner: str, depth: int) -> None:
-        plain, others = _split(entries)
+        plain, rest = _split(entries)
         self._plain.append(_PlainValues(entries, entries, plain))
-        self._visit_others(entries, others, owner, depth)
+        self._visit_others(entries, rest, owner, depth)
 
     def _visit_others(self, entries: _Entries, others: Iterable[_Other], owner: str, depth: int) -> None:
         for name, value, kind in others:
@@ -234,7 +237,7 @@ class _ClassEntries(MutableMapping[str, Any]):
 class _ClassState:
     """The attributes of a class, sorted: read again after a change."""
 
-    __slots__ = ("_values", "_view", "entries", "others", "plain")
+    __slots__ = ("_values", "_view", "entries", "plain", "rest")
 
     def __init__(self, kind: type) -> None:
         self.entries, self._view = _ClassEntries(kind), vars(kind)
@@ -242,7 +245,7 @@ class _ClassState:
 
     def read(self) -> None:
         self._values = [*self._view.values()]
-        self.plain, self.others = _split({n: each for n, each in self._view.items() if not n.startswith("__")}, ())
+        self.plain, self.rest = _split({n: each for n, each in self._view.items() if not n.startswith("__")}, ())
 
     def is_current(self) -> bool:
         """Return whether the attributes are those that were read."""
@@ -311,24 +314,24 @@ def _class_state(kind: Any) -> _ClassState:
 def _split(
     entries: Mapping[str, Any], left_out: Container[str] = OF_MODULES - {"training"}
 ) -> tuple[dict[str, Any], list[_Other]]:
-    """Return the plain values among entries, and those that are not, or that lead to others."""
+    """Return the plain values among entries, and the rest: with functions that read variables around them."""
     kinds = [*map(_kind_of, map(type, entries.values()))]
     if set(kinds) == {_PLAIN}:
         return dict(entries), []
     plain: dict[str, Any] = {}
-    others: list[_Other] = []
+    rest: list[_Other] = []
     for (name, value), kind in zip(entries.items(), kinds, strict=True):
         if kind == _LEAF or name in left_out:
             continue
         if kind in (_PLAIN, _FUNCTION) or (kind == _CONTAINER and is_constant(value)):
             plain[name] = value
         if (kind == _FUNCTION and _has_variables(value)) or name not in plain:
-            others.append((name, value, kind))
-    return plain, others
+            rest.append((name, value, kind))
+    return plain, rest
 
 
 def _has_variables(function: Any) -> bool:
-    """Return whether a function may read variables of enclosing functions, or is none that Python code defines."""
+    """Return whether a function may read variables of enclosing functions. Of partials and methods, it may."""
     return getattr(function, "__closure__", function) is not None
 
 

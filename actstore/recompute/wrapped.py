@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -34,6 +34,7 @@ from actstore.recompute.attribute_values import hidden_by_write
 from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import DoubleCheckpoints
+from actstore.recompute.context import ContextValues
 from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
@@ -195,7 +196,7 @@ class Wrapped(ForwardWrapper):
             places: dict[int, int] = {}
             for i, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
-                    self._refuse_cache(leaf)
+                    self._refuse_state(leaf)
                     continue
                 first = places.setdefault(id(leaf), i)
                 if first != i:
@@ -229,7 +230,7 @@ class Wrapped(ForwardWrapper):
 
     def _state(
         self, calls: Calls, leaves: list[Any]
-    ) -> tuple[Weights, AttributeStates, GeneratorStates, Surroundings, Switches]:
+    ) -> tuple[Weights, AttributeStates, GeneratorStates, Surroundings, Switches, ContextValues]:
         """Return what later runs put back, beside the arguments."""
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
@@ -244,7 +245,7 @@ class Wrapped(ForwardWrapper):
         else:
             self._settings = ModuleSettings.now(modules, self._settings)
             attributes = AttributeStates(modules, self._settings, self._idle, reached)
-        return weights, attributes, generators, surroundings, switches
+        return weights, attributes, generators, surroundings, switches, ContextValues()
 
     def _parts(self, call: RegionCall) -> RegionParts:
         """Return the calls of excepted parts in a call that begins: none so far."""
@@ -259,12 +260,18 @@ class Wrapped(ForwardWrapper):
         """True if a second run repeats the decisions of the first, where what it computes from is inexact."""
         return self._decision.keeps_decisions or (self._lossy and self._decision.decisions != "anew")
 
-    def _refuse_cache(self, leaf: Any) -> None:
+    def _refuse_state(self, leaf: Any) -> None:
         if _is_cache(leaf.__class__):
             raise StateError(
                 f"{self._region} is given a {type(leaf).__name__}: its second run would append to that once more, and "
                 "what is in it keeps the graph of each step alive. Turn caches off in training: "
                 "model.config.use_cache = False, or model(..., use_cache=False).",
+                module=self.name,
+            )
+        if isinstance(leaf, Iterator):
+            raise StateError(
+                f"{self._region} is given a {type(leaf).__name__}: its second run would find that iterator used up. "
+                "Give it a list or a tuple, or write keep in place of recompute.",
                 module=self.name,
             )
 

@@ -1,6 +1,8 @@
 """State outside of a recomputed module that other code changes between forward and backward."""
 
+import copy
 from argparse import Namespace
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -52,6 +54,10 @@ class Parent(nn.Module):
         self.rate, self.table = 2.0, torch.ones(WIDTH)
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("mean", torch.ones(WIDTH))
+
+
+RATE, ROWS, CONFIG = ContextVar("rate", default=2.0), ContextVar("rows"), ContextVar("config")
+TABLE, OBJECT = ContextVar("table"), Config()
 
 
 def set_of(owner, name, value):
@@ -154,12 +160,41 @@ def case_object_of_a_bound_method():
     return Scaled(partial(lambda scale, _: scale(), limited.scale)), set_of(limited, "limit", 4.0)
 
 
+def case_context_variable():
+    return Scaled(lambda _: RATE.get()), partial(RATE.set, 3.0)
+
+
+def case_new_context_variable():
+    variable = ContextVar("new")
+    return Scaled(lambda _: variable.get(1.0)), partial(variable.set, 3.0)
+
+
+def case_rows_of_a_context_variable():
+    ROWS.set([1.0, 2.0])
+    return Scaled(lambda _: sum(ROWS.get())), lambda: ROWS.get().append(3.0)
+
+
+def case_setting_in_a_context_variable():
+    config = Config()
+    CONFIG.set(config)
+    return Scaled(lambda _: CONFIG.get().rate), set_of(config, "rate", 3.0)
+
+
+def case_object_of_a_context_variable():
+    CONFIG.set(config := Config())
+    return Scaled(lambda module: CONFIG.get().rate, config=config), lambda: CONFIG.set(Config(rate=3.0))
+
+
 RETURNING = {name[5:]: case for name, case in list(globals().items()) if name.startswith("case_")}
 
 
 @pytest.mark.parametrize("decision", ["recompute", "recompute(segment=2)"])
 @pytest.mark.parametrize("name", RETURNING)
 def test_plain_values_are_those_of_the_first_run(name, decision):
+    copy_context().run(check_returning, name, decision)
+
+
+def check_returning(name, decision):
     torch.manual_seed(0)
     block, change = RETURNING[name]()
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), block), torch.randn(5, WIDTH)
@@ -227,6 +262,70 @@ def test_the_use_of_a_tensor_that_other_code_writes_to_is_refused(case):
         loss.backward()
     assert table[0] == 2
     model(x).sum().backward()
+
+
+def tensor_of_a_context_variable():
+    table = torch.ones(WIDTH)
+    TABLE.set(table)
+    return table
+
+
+def gone_object_of_a_context_variable():
+    TABLE.set(Config().table)
+
+
+@pytest.mark.parametrize("case", [tensor_of_a_context_variable, gone_object_of_a_context_variable])
+def test_the_use_of_a_context_variable_that_cannot_come_back_is_refused(case):
+    def check():
+        written, model, x = case(), nn.Sequential(Scaled(lambda _: TABLE.get() * 1)), torch.randn(5, WIDTH)
+        if written is None:
+            TABLE.set(copy.copy(OBJECT))
+            model[0].read = lambda _: TABLE.get().rate
+        with ActivationStore(model, "0 : recompute", min_bytes=0):
+            loss = model(x).square().sum()
+        if written is None:
+            TABLE.set(None)
+        else:
+            written.mul_(2)
+        with pytest.raises(StateError, match="attribute=ContextVar table: other code changed it"):
+            loss.backward()
+
+    copy_context().run(check)
+
+
+def test_what_a_module_sets_in_the_context_it_sets_once():
+    def check():
+        def counts(_):
+            RATE.set(RATE.get() + 1)
+            return RATE.get()
+
+        model, x = nn.Sequential(Scaled(counts), Scaled(counts)), torch.randn(5, WIDTH)
+        plain = copy.deepcopy(model)
+        with ActivationStore(model, "[0-9] : recompute", min_bytes=0):
+            loss = model(x).square().sum()
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert RATE.get() == 4.0
+        RATE.set(2.0)
+        check_same(found, torch.autograd.grad(plain(x).square().sum(), list(plain.parameters())))
+
+    copy_context().run(check)
+
+
+@pytest.mark.parametrize("given", [lambda: iter([1.0, 2.0]), lambda: (k for k in (1.0, 2.0)), lambda: map(abs, [1.0])])
+def test_an_iterator_among_the_arguments_is_refused(given):
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, factors):
+            return torch.tanh(self.inner(x) * len([*factors]))
+
+    model, x = nn.ModuleList([Sums()]), torch.randn(5, WIDTH)
+    with ActivationStore(model, "0 : recompute", min_bytes=0):
+        with pytest.raises(StateError, match=r"0 \(recompute\) is given a .*iterator used up. Give it a list"):
+            model[0](x, {"factors": given()})
+        model[0](x, [1.0, 2.0]).sum().backward()
 
 
 def test_an_object_that_other_code_replaces_is_refused():
