@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -29,13 +29,16 @@ class NormStatistics:
                     self._places.append((norm, name, id(buffer)))
                     if buffer is not None:
                         groups.setdefault(_key_of(buffer), {})[id(buffer)] = buffer
-        self._groups = [([*group], _joined(key, [*group.values()])) for key, group in groups.items()]
+        self._groups = [
+            (key, [*group], [*map(Tensor.numel, group.values())], _joined(key, [*group.values()]))
+            for key, group in groups.items()
+        ]
 
     def lend(self) -> _Lent:
         """Give the norms copies of their statistics from before the forward. Returns what `give_back` takes."""
         twins: dict[int, Tensor] = {}
-        for keys, parts in self._groups:
-            twins |= {key: part.clone() for key, part in zip(keys, parts, strict=True)}
+        for key, buffers, sizes, joined in self._groups:
+            twins |= {each: part.clone() for each, part in zip(buffers, _parts(key, joined, sizes), strict=True)}
         copies: dict[Module, dict[str, Any]] = {}
         for norm, name, key in self._places:
             copies.setdefault(norm, {})[name] = twins.get(key)
@@ -71,11 +74,18 @@ def _key_of(buffer: Tensor) -> Any:
     return (buffer.ndim, buffer.dtype, buffer.device) if plain else id(buffer)
 
 
-def _joined(key: Any, group: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return copies of buffers, which are views of one."""
+def _joined(key: Any, group: list[Tensor]) -> Tensor:
+    """Return a copy of all buffers of a group."""
     if not isinstance(key, tuple):
-        return (group[0].detach().clone(),)
-    return torch.stack(group).unbind() if key[0] == 0 else torch.cat(group).split([*map(Tensor.numel, group)])
+        return group[0].detach().clone()
+    return torch.stack(group) if key[0] == 0 else torch.cat(group)
+
+
+def _parts(key: Any, joined: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Return views of the copies of the buffers of a group."""
+    if not isinstance(key, tuple):
+        return (joined,)
+    return joined.unbind() if key[0] == 0 else joined.split(sizes)
 
 
 _lending = Lock()
