@@ -19,8 +19,9 @@ COPIES = CONVERSIONS | {"clone"}
 GETITEM = "getitem"
 IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}  # places of images among the arguments
 NORM = "_native_batch_norm_legit_functional"
-# The write itself, and norms: what backward reads of these in training does not depend on running statistics.
-_APART = frozenset({"copy_", NORM, "_batch_norm_with_update_functional"})
+NORM_BACKWARD = "native_batch_norm_backward"
+# Norms of training, each with the place of its first updated statistic: the results before do not depend on statistics.
+_NORMS = {NORM: 3, "_batch_norm_with_update_functional": 4}
 RNG_STATE = "rng_state_output"  # states of generators, for recomputed operators that draw random numbers
 
 
@@ -185,6 +186,21 @@ def readers_of_overwritten(nodes: Iterable[Node]) -> set[Node]:
         name = name_of(node)
         if name == GETITEM and node.args[0] in found:
             found.add(node)
-        elif name and name not in _APART and not memory.isdisjoint(node.all_input_nodes):
+        elif name in ("", "copy_") or memory.isdisjoint(node.all_input_nodes):
+            continue
+        elif name not in _NORMS or _is_read_updated(node, _NORMS[name]):
             (memory if name in VIEWS else found).add(node)
     return found
+
+
+def _is_read_updated(norm: Node, first: int) -> bool:
+    """Return whether an operator reads the updated statistics: `first`, or a later result."""
+    results: list[Any] = [user for user in norm.users if name_of(user) == GETITEM]
+    updated = [result for result in results if result.args[1] >= first]
+    readers = [reader for statistic in updated for reader in statistic.users if reader.op != "output"]
+    return any(name_of(each) != "copy_" and not is_training_backward(each) for each in readers)
+
+
+def is_training_backward(node: Node) -> bool:
+    """Return whether an operator is the backward of a norm of training, which does not read running statistics."""
+    return name_of(node) == NORM_BACKWARD and node.args[7] is True

@@ -14,6 +14,7 @@ from actstore.compiled.graph import (
     COPIES,
     GETITEM,
     NORM,
+    is_training_backward,
     name_of,
     operator_of,
     origin_of,
@@ -27,7 +28,6 @@ from actstore.compiled.splice import set_outputs
 from actstore.compiled.tags import tagged
 from actstore.policy import Recompute, Rules
 
-_NORM_BACKWARD = "native_batch_norm_backward"
 _OF_BATCH = 0, 1, 2  # of a norm's results: the normalized batch, its mean and its deviation; running statistics follow
 
 
@@ -115,7 +115,7 @@ def leave_statistics_out(forward: GraphModule, backward: GraphModule, num_output
     if not _norms(backward):
         return
     for node in backward.graph.nodes:
-        if name_of(node) == _NORM_BACKWARD and node.args[7] is True:
+        if is_training_backward(node):
             node.args = (*node.args[:3], None, None, *node.args[5:])
     backward.graph.eliminate_dead_code()
     for node in _norms(backward):

@@ -47,7 +47,7 @@ class GeneratorStates:
     modules : the modules whose attributes are searched
     devices : accelerators, by device
     last : the states of the previous forward on this thread, if any
-    arguments : the arguments of the forward
+    arguments : the arguments of the forward, and generators that it reaches by other ways
 
     Dropout of cuDNN's recurrent layers has a state of its own, which nothing reads. It begins anew, by a number of the
     device's generator, in the first of these layers that runs after that generator's state was set. So it is set before
@@ -78,7 +78,7 @@ class GeneratorStates:
             for source, state in self._before.items():
                 if last._before.get(source, last) is state:
                     del last._before[source]
-        self._own = tuple([(source, source.read()) for source in (*owned(modules), *_sources_of(arguments))])
+        self._own = tuple([(source, source.read()) for source in owned(modules, arguments)])
         if self._begins_anew:
             for source in on_devices:
                 source.set(source.read())
@@ -125,8 +125,8 @@ def _drops_by_cudnn(module: Module) -> bool:
     return isinstance(module, RNNBase) and module.dropout > 0 and module.training
 
 
-def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:
-    """Return the generators that are attributes of modules, or in lists, dicts and tuples that are."""
+def owned(modules: Iterable[Module], others: Iterable[Any] = ()) -> list[GeneratorAccess]:
+    """Return the generators among `others`, attributes of modules, and what is in lists, dicts and tuples of these."""
     modules = list(modules)
     values = list(chain.from_iterable([vars(module).values() for module in modules]))
     for module in modules:
@@ -136,7 +136,7 @@ def owned(modules: Iterable[Module]) -> list[GeneratorAccess]:
             values += chain.from_iterable(
                 value.values() if isinstance(value, dict) else value for value in held if type(value) in _HOLDERS
             )
-    return _sources_of(values)
+    return _sources_of([*values, *others])
 
 
 _OF_MODULES = frozenset(vars(Module()))  # attributes of PyTorch's own
@@ -144,12 +144,12 @@ _HOLDERS = frozenset({list, dict, tuple})  # whose parts are seen, too
 
 
 def _sources_of(values: Sequence[Any]) -> list[GeneratorAccess]:
-    kinds = {kind for kind in set(map(type, values)) if _has_state(kind)}  # one check a class, not a value
-    return [_source_of(value) for value in values if type(value) in kinds] if kinds else []
+    kinds = {kind for kind in set(map(type, values)) if has_state(kind)}  # one check a class, not a value
+    return [*map(_source_of, {id(value): value for value in values if type(value) in kinds}.values())] if kinds else []
 
 
 @lru_cache(maxsize=4096)
-def _has_state(kind: Hashable) -> bool:
+def has_state(kind: Hashable) -> bool:
     """Return whether instances of a class are generators that repeat their numbers from the same state."""
     return isinstance(kind, type) and issubclass(kind, _CLASSES) and not issubclass(kind, random.SystemRandom)
 

@@ -1,4 +1,4 @@
-"""The context of a forward beside its inputs and its module: autocast, and the default device of new tensors."""
+"""The context of a forward beside its inputs and its module: autocast, the default device, modes, context variables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import _get_current_function_mode_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from actstore.errors import StateError
 
 _CPU = torch.device("cpu")
+_OTHERS = frozenset({"torch", "actstore"})
 _NOTHING = nullcontext()
 
 
@@ -25,27 +30,32 @@ class Autocast(NamedTuple):
 
 
 class Surroundings:
-    """The autocast state and the default device of this thread, to run a forward under them again.
+    """The autocast state, the default device and the modes of this thread, to run a forward under them again.
+
+    Modes are those of the user's own: PyTorch's count and watch, and change no values.
 
     Notes
     -----
     Thread-safe. `again` acts on the thread that enters it.
     """
 
-    __slots__ = ("_autocast", "_cache", "_device")
+    __slots__ = ("_autocast", "_cache", "_device", "_modes")
 
     def __init__(self) -> None:
         self._autocast = _autocast()
         self._cache = torch.is_autocast_cache_enabled()
         self._device = _device_of(_device_context())
+        self._modes = [(type(mode).__name__, ref(mode)) for mode in _modes()]
 
     @classmethod
     def now(cls, last: Surroundings | None) -> Surroundings:
         """Return the surroundings of now: `last`, if they are the same."""
         now = cls()
-        if last is None or (now._autocast, now._cache, now._device) != (last._autocast, last._cache, last._device):
-            return now
-        return last
+        return last if last is not None and now._all == last._all else now
+
+    @property
+    def _all(self) -> tuple[Any, ...]:
+        return self._autocast, self._cache, self._device, self._modes
 
     def again(self) -> AbstractContextManager[Any]:
         """Return a context with this autocast state, and with gradients enabled."""
@@ -65,6 +75,31 @@ class Surroundings:
         now = _device_of(_device_context())
         return _NOTHING if now == self._device else self._device
 
+    def under_modes(self) -> AbstractContextManager[Any]:
+        """Return a context with these modes; an empty one where there are none.
+
+        Raises
+        ------
+        StateError : a mode is gone
+        """
+        return self._under_modes() if self._modes else _NOTHING
+
+    @contextmanager
+    def _under_modes(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            there = _modes()
+            for name, known in self._modes:
+                mode = known()
+                if mode is None:
+                    raise StateError(
+                        f"mode={name}: it was around the forward of a recomputed module and is gone in backward, where "
+                        "the module would compute other values. Keep a reference to it until then, or write keep in "
+                        "place of recompute."
+                    )
+                if all(mode is not each for each in there):
+                    stack.enter_context(_entered(mode))
+            yield
+
 
 @cache
 def _kinds() -> tuple[str, ...]:
@@ -80,6 +115,25 @@ def _autocast() -> list[Autocast]:
 def _device_of(context: Any) -> torch.device:
     device: torch.device = _CPU if context is None else context.device
     return device
+
+
+def _modes() -> list[Any]:
+    """Return the modes of the user's own, from the outermost one in: those of functions, and of operators."""
+    functions = _get_current_function_mode_stack() if _len_torch_function_stack() else []
+    operators = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
+    modes: list[Any] = [*functions, *operators]
+    return [mode for mode in modes if type(mode).__module__.partition(".")[0] not in _OTHERS]
+
+
+@contextmanager
+def _entered(mode: Any) -> Iterator[None]:
+    """Enter a mode once more, without what its own `__enter__` does beside."""
+    base: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+    base.__enter__(mode)
+    try:
+        yield
+    finally:
+        base.__exit__(mode, None, None, None)
 
 
 def _device_context() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import product
@@ -28,9 +29,9 @@ class Switch(NamedTuple):
 class Switches:
     """The settings when this object is made, for a forward that runs again later.
 
-    They are the number of CPU threads, the default dtype, deterministic algorithms, the backends of attention, cuDNN
-    and oneDNN, and the precision of float32 products. The last one is compared only: its parts inherit
-    from each other, and one that is set back to a value no longer does.
+    They are the number of CPU threads, whether these flush denormals, the default dtype, deterministic algorithms, the
+    backends of attention, cuDNN and oneDNN, and the precision of float32 products. The last one is compared only: its
+    parts inherit from each other, and one that is set back to a value no longer does.
     """
 
     __slots__ = ("_precisions", "_states", "_threads")
@@ -108,7 +109,9 @@ _WITH_CUDA = (
     ("cuDNN's search", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     ("deterministic cuDNN", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
 )
+_SMALLEST = sys.float_info.min  # half of it is subnormal
 _SWITCHES = (
+    Switch("flushed denormals", lambda: _SMALLEST * 0.5 == 0.0, torch.set_flush_denormal),
     Switch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Switch(
         "deterministic algorithms",

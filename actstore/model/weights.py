@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from itertools import chain
 from operator import is_
-from threading import Lock
 from typing import Any, TypeGuard
 from weakref import ref
 
@@ -19,6 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
 from actstore.model.names import is_of_torch
+from actstore.model.norms import STATISTICS, NormStatistics, give_back
 from actstore.model.writes import Entries, WatchedTensor, WriteHistory, by_copy
 
 MAX_COPIED_NBYTES = 2**12  # of a buffer that forward does not write to
@@ -35,9 +36,9 @@ class Weights:
     """The parameters and buffers of modules before a forward, so that it can run with them again.
 
     They differ from the modules' own where `torch.func.functional_call` runs the model, which removes its own before
-    backward, and where a module replaces a buffer in its forward. Normalisations get copies of their buffers, so that a
-    step updates running statistics once. Spectral norms get their previous estimates, since each run continues from the
-    last one's. FSDP and DTensor gather sharded weights themselves.
+    backward, and where a module replaces a buffer in its forward. Normalisations get copies of their statistics from
+    before the forward, so that it reads these, and a step updates them once. Spectral norms get their previous
+    estimates, since each run continues from the last one's. FSDP and DTensor gather sharded weights themselves.
 
     Buffers, and tensors in attributes, that the forward writes to in place come back as copies from before it. Other
     values are not copied. After an in-place change the forward cannot run again, and `rewind` refuses it. For
@@ -81,7 +82,8 @@ class Weights:
         self._hidden = hidden
         self._late: dict[Module, Entries] = {}  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []
-        self._norms: list[tuple[_NormBase, Entries]] = []
+        self._norms: list[_NormBase] = []  # whose statistics are to be copied
+        self._statistics: list[NormStatistics] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
         self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # `max_norm` of embedding rows
@@ -106,8 +108,9 @@ class Weights:
             elif not hooked:
                 self._late[module] = module._buffers
                 self._report(module._buffers)
+        self._copy_statistics()
         self._meanwhile: list[tuple[Entries, Entries]] = []
-        self._borrowers: list[_NormBase] = []
+        self._borrowed: list[tuple[Module, Entries]] = []  # norms with their copies
         self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
         self._switched: list[Tensor] = []  # parameters that require a gradient for the second run alone, or not for it
 
@@ -115,19 +118,26 @@ class Weights:
         """Note the buffers and attributes of a module whose forward runs again, and may write to them."""
         kind: Any = type(module)
         if not is_of_torch(kind):
-            self._watch(vars(module))
+            self._watch(vars(module), vars(module))
         if not buffers:
             return
+        others = dict(buffers)
         if isinstance(module, _NormBase):
-            self._norms.append((module, dict(buffers)))
-            if module.training:
-                return
-            tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
-            self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
-        else:
-            self._seen.append((buffers, dict(buffers)))
-            self._watch(buffers)
-        self._report(buffers)
+            self._norms.append(module)
+            others = {name: each for name, each in buffers.items() if name not in STATISTICS}
+            if not module.training:
+                tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
+                self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
+                self._report(buffers)
+        if others:
+            self._seen.append((buffers, others))
+            self._watch(buffers, others)
+            self._report(others)
+
+    def _copy_statistics(self) -> None:
+        if self._norms:
+            self._statistics.append(NormStatistics(self._norms))
+            self._norms = []
 
     def _report(self, buffers: Entries) -> None:
         known = [buffer for buffer in buffers.values() if _has_version(buffer)]
@@ -138,13 +148,14 @@ class Weights:
         for module in modules:
             if (buffers := self._late.pop(module, None)) is not None:
                 self._written_by(module, buffers)
+        self._copy_statistics()
 
-    def _watch(self, entries: Entries) -> None:
+    def _watch(self, entries: Entries, among: Entries) -> None:
         """Note tensors that the forward may write to, with copies where it is not known that it does not."""
-        if Tensor not in map(type, entries.values()):  # the common case
+        if Tensor not in map(type, among.values()):  # the common case
             return
         fresh = self._root.training not in self._history.ended
-        for name, tensor in entries.items():
+        for name, tensor in among.items():
             if type(tensor) is Tensor and _has_version(tensor):
                 known = fresh or (id(entries), name) in self._history.known or _is_small(tensor)
                 copy = tensor.detach().clone() if known else None
@@ -203,7 +214,7 @@ class Weights:
 
     def _is_plain(self) -> bool:
         """Return whether the forward had parameters alone, and has written to none."""
-        others = self._watched or self._written or self._unwritten or self._repeated or self._late or self._norms
+        others = self._watched or self._written or self._unwritten or self._repeated or self._late or self._statistics
         return not (others or self._estimates or self._computed or self._limits or self._saved or self.buffers)
 
     def _is_same(self, other: Weights) -> bool:
@@ -222,7 +233,7 @@ class Weights:
     def again(self) -> Weights:
         """Return a twin with the same weights and buffers: several twins may be rewound at once."""
         twin = object.__new__(Weights)
-        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowers": [], "_first": [], "_switched": []}
+        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowed": [], "_first": [], "_switched": []}
         return twin
 
     def rewind(self) -> None:
@@ -254,22 +265,27 @@ class Weights:
                     twin = copies.setdefault(id(tensor), copy.clone())
                     _replace(entries, {name: twin}, self._meanwhile)
             self._first = [(name, each, each.detach().clone()) for name, each in (*self._repeated, *repeated)]
-            for norm, seen in self._norms:
-                _lend(norm, seen)
-                self._borrowers.append(norm)
+            for statistics in self._statistics:
+                self._borrowed += statistics.lend()
         except BaseException:  # no memory for a copy
             self.resume()
             raise
 
     def _rewind_unwritten(self) -> None:
-        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward."""
+        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward.
+
+        Small ones have copies in any case: no version tells a write to `Tensor.data`, also by the forward itself.
+        """
+        found = [each[2]() for each in self._unwritten if each[4] is not None]
+        owners = Counter(tensor.untyped_storage()._cdata for tensor in found if tensor is not None)
         for entries, name, known, version, copy in self._unwritten:
             tensor = known()
-            if tensor is None or tensor._version == version or entries.get(name) is not tensor:
+            if entries.get(name) is not tensor or tensor is None:
                 continue
-            if copy is not None:
+            is_newer = tensor._version != version
+            if copy is not None and (is_newer or owners[tensor.untyped_storage()._cdata] == 1):
                 _replace(entries, {name: copy.clone()}, self._meanwhile)
-            elif self._hidden is not None:
+            elif is_newer and self._hidden is not None:
                 _replace(entries, {name: self._hidden(name)}, self._meanwhile)
 
     def _refuse(self, tensor: Tensor, expected: int) -> None:
@@ -290,9 +306,8 @@ class Weights:
         """Give the modules the entries that they had before `rewind`."""
         _switch(self._switched)
         self._switched = []
-        for norm in self._borrowers:
-            _give_back(norm)
-        self._borrowers = []
+        give_back(self._borrowed)
+        self._borrowed = []
         for entries, before in reversed(self._meanwhile):
             entries.update(before)
         self._meanwhile = []
@@ -364,37 +379,3 @@ def _put_back(tensor: Tensor, was: Tensor) -> bool:
 
 def _copies(buffers: Entries) -> Entries:
     return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-
-
-class _BufferLoan:
-    """The buffers that a normalisation gets back when its last borrower is done."""
-
-    __slots__ = ("own", "users")
-
-    def __init__(self, own: Entries) -> None:
-        self.own = own
-        self.users = 0
-
-
-_lending = Lock()
-_loans: dict[Module, _BufferLoan] = {}  # of the process, as modules are shared by stores and threads
-
-
-def _lend(norm: Module, seen: Entries) -> None:
-    """Give a normalisation copies of `seen` for its buffers, unless it already has copies."""
-    with _lending:
-        loan = _loans.get(norm)
-        if loan is None:
-            copies = _copies(seen)
-            loan = _loans[norm] = _BufferLoan(dict(norm._buffers))
-            norm._buffers.update(copies)
-        loan.users += 1
-
-
-def _give_back(norm: Module) -> None:
-    with _lending:
-        loan = _loans[norm]
-        loan.users -= 1
-        if not loan.users:
-            norm._buffers.update(loan.own)
-            del _loans[norm]

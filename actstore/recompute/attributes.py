@@ -6,7 +6,7 @@ the first run has left is there again afterwards. So what a module counts, it co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import is_
@@ -35,6 +35,8 @@ from actstore.recompute.attribute_values import (
     waiting_value,
 )  # fmt: skip
 from actstore.recompute.later import LaterChanges
+from actstore.recompute.reached import ReachedState
+from actstore.recompute.registered import Registered
 from actstore.recompute.settings import ModuleSettings
 
 _NOTHING = nullcontext()
@@ -64,15 +66,23 @@ class AttributeStates:
     ----------
     modules : modules of PyTorch among them are left out: they have buffers for what they change
     settings : those of these
+    once : modules that do not run again, and keep what they register
+    reached : what they lead to
 
     Notes
     -----
     Not thread-safe: modules that change attributes must not run or be recomputed beside another thread.
     """
 
-    __slots__ = ("_before", "_changes", "_contents", "_has_failed", "_later", "_settings")
+    __slots__ = ("_before", "_changes", "_contents", "_has_failed", "_later", "_reached", "_registered", "_settings")
 
-    def __init__(self, modules: Sequence[Module], settings: ModuleSettings | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        settings: ModuleSettings | None = None,
+        once: Container[Module] = (),
+        reached: ReachedState | None = None,
+    ) -> None:
         before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         for module in modules:
             kind: Any = type(module)
@@ -81,6 +91,8 @@ class AttributeStates:
                 before.append((module, entries, containers_of(entries)))
         self._before: Sequence[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = before
         self._later = LaterChanges(modules)
+        self._registered = Registered([module for module in modules if module not in once])
+        self._reached = reached
         self._settings = settings
         self._has_failed = False
         self._changes: Sequence[AttributeChange] = ()
@@ -98,10 +110,13 @@ class AttributeStates:
                     contents[id(value)] = vars(module), name, waiting(f"{type(module).__name__}.{name}", was)
         self._changes, self._contents, self._before = tuple(changes), tuple(contents.values()), ()
         self._later.ended()
+        self._registered.ended()
+        if self._reached is not None:
+            self._reached.ended()
 
     def failed(self) -> None:
         """Mark the end of a forward by an error, and let go of what attributes had: it may hold the graph."""
-        self._before, self._has_failed = (), True
+        self._before, self._has_failed, self._registered, self._reached = (), True, Registered(()), None
 
     def rewound(self) -> AbstractContextManager[None]:
         """Return a context in which the attributes have their values from before the forward.
@@ -119,7 +134,10 @@ class AttributeStates:
             )
         if self._before:
             return self._paused()
-        values, contents = self._later.values(), self._later.contents()
+        values: list[tuple[Any, str, Any]] = [*self._later.values()]
+        contents = self._later.contents()
+        values += self._registered.values()
+        values += () if self._reached is None else self._reached.values()
         values += () if self._settings is None else self._settings.changes()
         for change in self._changes:
             is_other = isinstance(change.was, Tensor) and change.was._version != change.version
@@ -129,6 +147,7 @@ class AttributeStates:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
+        registered = self._rewound(self._registered.values(), [])
         now = [
             (module, entries := vars(module).copy(), containers_of(entries, deep=False))
             for module, _, _ in self._before
@@ -138,7 +157,8 @@ class AttributeStates:
             _restore(
                 [(module, were, [(n, v, copy_of(was)) for n, v, was in each]) for module, were, each in self._before]
             )
-            yield
+            with registered:
+                yield
         finally:
             for module, _, _ in now:
                 _remove_hooks(vars(module), since)
@@ -146,10 +166,11 @@ class AttributeStates:
 
     @contextmanager
     def _rewound(
-        self, befores: list[tuple[dict[str, Any], str, Any]], earlier: list[tuple[dict[str, Any], str, Any]]
+        self, befores: Sequence[tuple[Any, str, Any]], earlier: list[tuple[dict[str, Any], str, Any]]
     ) -> Iterator[None]:
         """Give attributes the values `befores` until exit, and the containers in attributes `earlier` content."""
         values = [(entries, name, entries.get(name, ABSENT)) for entries, name, _ in befores]
+        orders = [(entries, [*entries]) for entries in {id(entries): entries for entries, _, _ in befores}.values()]
         contents: list[tuple[Any, Any]] = []
         since = RemovableHandle.next_id
         try:
@@ -171,6 +192,9 @@ class AttributeStates:
             for entries, name, now in values:
                 _remove_hooks(entries.get(name), since)
                 put(entries, name, now)
+            for entries, names in orders:
+                if isinstance(entries, dict) and [*entries] != names:
+                    entries |= {name: entries.pop(name) for name in names if name in entries}
 
 
 class Effects(NamedTuple):

@@ -64,7 +64,7 @@ class LaterChanges:
                 if waiting_value(f"{kind}.{name}", value) is value:
                     self._values.append((entries, name, partial(is_, value), value))
                 elif name not in of_forward:
-                    self._values.append((entries, name, _recognizer(value), hidden_by_code(f"{kind}.{name}")))
+                    self._values.append((entries, name, recognizer(value), hidden_by_code(f"{kind}.{name}")))
 
     def ended(self) -> None:
         """Mark the end of the forward."""
@@ -79,7 +79,7 @@ class LaterChanges:
         """
         for module, were in zip(self._modules, self._children, strict=False):
             now = module._modules
-            if len(now) != len(were) or not all(map(is_, now.values(), were)):
+            if len(now) < len(were) or not all(map(is_, now.values(), were)):  # more are absent in the second run
                 names = [name for name, was in zip(now, were, strict=False) if now[name] is not was]
                 raise StateError(
                     f"module={type(module).__name__}.{names[0] if names else ''}: it was replaced between forward and "
@@ -108,7 +108,7 @@ class LaterChanges:
         ]
 
 
-def _recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
+def recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
     """Return what tells whether an object is `value`, and keeps no graph alive that a tensor in it may be part of.
 
     An object that has died is never taken for a later one at its address: it is known by a weak reference. Lists,
@@ -121,7 +121,7 @@ def _recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
     if not isinstance(value, list | dict | tuple):
         return partial(is_, value)
     address, fits = id(value), ge if inside else eq
-    parts = [_recognizer(part, inside=True) for part in _parts(value)]
+    parts = [recognizer(part, inside=True) for part in _parts(value)]
     return lambda now: (
         id(now) == address
         and isinstance(now, list | dict | tuple)

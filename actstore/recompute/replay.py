@@ -24,6 +24,7 @@ from actstore.model.switches import Switches
 from actstore.model.weights import Weights
 from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry, Values
+from actstore.recompute.context import ContextValues
 from actstore.recompute.keeping import keeping, serving
 from actstore.recompute.modes import modes_paused
 from actstore.recompute.offers import Offers
@@ -77,6 +78,7 @@ class RegionCall:
         "account",
         "attributes",
         "chain",
+        "context",
         "decisions",
         "form",
         "forward",
@@ -111,6 +113,7 @@ class RegionCall:
         generators: GeneratorStates,
         surroundings: Surroundings,
         switches: Switches,
+        context: ContextValues,
     ) -> None:
         self.region = region
         self.account = account
@@ -124,6 +127,7 @@ class RegionCall:
         self.generators = generators
         self.surroundings = surroundings
         self.switches = switches
+        self.context = context
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
         self.is_over = False
@@ -212,7 +216,7 @@ class RegionCall:
         later = None if self.parts is None else LaterRun(self.parts, kept, fixed)
         forward = self.forward if later is None else partial(later.run, serving(later, self.forward))
         if self.decisions is None:
-            return lambda: forward(*args, **kwargs), kept, None
+            return partial(self.context.run, lambda: forward(*args, **kwargs)), kept, None
         repeating = Repeating(self.decisions, fixed)
         if later is not None:
             later.mode = repeating
@@ -221,20 +225,21 @@ class RegionCall:
             with repeating:
                 return forward(*args, **kwargs)
 
-        return run, kept, repeating
+        return partial(self.context.run, run), kept, repeating
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Give modules the weights, buffers and attributes from before the first run until exit.
 
-        The same holds for the states of generators, the default device, and PyTorch's switches.
+        The same holds for the states of generators, the default device, modes of the user's own, and PyTorch's
+        switches.
         """
         weights, generators = self.weights.again(), self.generators.again()
         with self.switches.again(), self.surroundings.placed(), self.attributes.rewound():
             weights.rewind()
             try:
                 generators.rewind()
-                with _outside_of_vmap():
+                with _outside_of_vmap(), self.surroundings.under_modes():
                     yield
             finally:
                 generators.resume()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -35,10 +36,12 @@ from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.caches import has_cache, without_caches
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import RegionWarnings
+from actstore.recompute.context import ContextValues
 from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
+from actstore.recompute.reached import ReachedState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
@@ -202,6 +205,7 @@ class Wrapped(ForwardWrapper):
             places: dict[int, int] = {}
             for i, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
+                    self._refuse_iterator(leaf)
                     continue
                 first = places.setdefault(id(leaf), i)
                 if first != i:
@@ -235,20 +239,22 @@ class Wrapped(ForwardWrapper):
 
     def _state(
         self, calls: Calls, leaves: list[Any]
-    ) -> tuple[Weights, AttributeStates, GeneratorStates, Surroundings, Switches]:
+    ) -> tuple[Weights, AttributeStates, GeneratorStates, Surroundings, Switches, ContextValues]:
         """Return what later runs put back, beside the arguments."""
         modules = [module for _, module in named_modules(self._module)]
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
-        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, leaves)
+        reached = None if (gathered := _is_gathered(modules)) else ReachedState(modules)
+        given = leaves if reached is None or not reached.generators else [*leaves, *reached.generators]
+        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, given)
         surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
         switches = calls.switches = Switches.now(calls.switches)
         weights = Weights(self._module, modules, self._idle, self._writes, hidden_by_write)
-        if _is_gathered(modules):
+        if gathered:
             attributes = AttributeStates(())
         else:
             self._settings = ModuleSettings.now(modules, self._settings)
-            attributes = AttributeStates(modules, self._settings)
-        return weights, attributes, generators, surroundings, switches
+            attributes = AttributeStates(modules, self._settings, self._idle, reached)
+        return weights, attributes, generators, surroundings, switches, ContextValues()
 
     def _parts(self, call: RegionCall) -> RegionParts:
         """Return the calls of excepted parts in a call that begins: none so far."""
@@ -262,6 +268,14 @@ class Wrapped(ForwardWrapper):
     def _repeats(self) -> bool:
         """True if a second run repeats the decisions of the first, where what it computes from is inexact."""
         return self._decision.keeps_decisions or (self._lossy and self._decision.decisions != "anew")
+
+    def _refuse_iterator(self, leaf: Any) -> None:
+        if isinstance(leaf, Iterator):
+            raise StateError(
+                f"{self._region} is given a {type(leaf).__name__}: its second run would find that iterator used up. "
+                "Give it a list or a tuple, or write keep in place of recompute.",
+                module=self.name,
+            )
 
     def _join(self, scope: Scope, calls: Calls, call: RegionCall, leaves: list[Any]) -> dict[int, Carry]:
         """Add a call to a chain. Returns those of its inputs that the chain has returned, by leaf."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -148,6 +149,48 @@ class Channels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ReadsStatistics(nn.Module):
+    """Scales by the running statistics, from before a norm updates them and from afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.norm.running_var.clone()
+        return torch.tanh(self.norm(x) * before[:, None] + self.norm.running_mean.clone()[:, None])
+
+
+class Makes(nn.Module):
+    """Makes a parameter, a layer and a buffer in its first call. It writes to the buffer in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = None
+        self.parts = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.rand(WIDTH, dtype=x.dtype, device=x.device))
+            self.parts.append(nn.Linear(WIDTH, WIDTH, dtype=x.dtype, device=x.device))
+            self.register_buffer("calls", torch.zeros((), dtype=x.dtype, device=x.device))
+        self.calls += 1
+        return torch.tanh(self.parts[0](x) * self.scale * self.calls.clone())
+
+
+class Holds(nn.Module):
+    """Draws from a generator in a list of an object, by a rate in that object, which it does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        device = torch.get_default_device()
+        self.options = SimpleNamespace(rate=0.5, draws={"noise": [torch.Generator(device).manual_seed(1)]})
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=self.options.draws["noise"][0])
+        return torch.tanh(x * (1 + self.options.rate * noise))
 
 
 class Named(nn.Module):

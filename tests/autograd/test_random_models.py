@@ -62,6 +62,7 @@ REFUSED = (  # of parts that do not run again
 )
 # Errors of PyTorch: those behind its first one, and that of a selective checkpoint around hooks of the model's own, in
 # which a store recomputes a module without these.
+CHANGING = "statistics read", "made in the first call", "held by an object"  # what a checkpoint runs with later
 LATER = (
     "use_reentrant=True", "vmap: aten::mul_", "backward an extra time", "through the graph a second time",
     "but not found in storage", "marked with @once_differentiable",
@@ -126,13 +127,15 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
 
     Where changes are allowed it reads copies, too: those that PyTorch makes then lie in memory in another way, and sums
     of them round in another way. PyTorch's selective checkpoint runs a bilinear layer without the casts of autocast,
-    and rules for operators with them: there is no reference.
+    and rules for operators with them: there is no reference. Nor is there one of a checkpoint that runs again with
+    later running statistics or random numbers.
     """
     around = copies if way == MUTATED else nullcontext
-    uncast = job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear"))
+    without = job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear"))
+    without = without or ("checkpoint" in str(forest) and any(name in str(forest) for name in CHANGING))
     try:
         found = train(build(forest, dtype, device), None, way, dtype, device=device, around=around, **job)
-        return None if uncast else found, False
+        return None if without else found, False
     except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
         if CHANGED not in str(error):  # no model that can be trained so
             counts["no model"] += 1
@@ -143,7 +146,7 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
         return None, True
     try:
         found = train(build(forest, dtype, device), None, way, dtype, device=device, around=copies, **job)
-        return None if uncast else found, True
+        return None if without else found, True
     except (RuntimeError, AssertionError, UserWarning):
         return None, True
 

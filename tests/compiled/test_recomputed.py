@@ -13,6 +13,7 @@ from actstore.compiled.backend import GraphBackend
 from actstore.errors import ConfigError, StateError
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import WIDTH, AttentionNet, DeepConvolutions, Mlp, compiled, error, gradients, make, plain
+from tests.recompute.test_statistics import READERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
@@ -79,6 +80,31 @@ def test_forwards_before_a_backward_change_no_statistics_of_it() -> None:
     )
     check_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
     check_drained(store)
+
+
+class Reading(nn.Module):
+    """Reads running statistics beside its norm."""
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.layer, self.norm, self.read = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.read(self.norm, self.layer(x)))
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_running_statistics_that_a_module_reads_are_those_of_forward(read) -> None:
+    """Plain training's without a compiler: compiled, it reads the updated ones in some of these models."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading(read), nn.Linear(WIDTH, WIDTH)), torch.randn(8, WIDTH)
+    wanted = copy.deepcopy(model)
+    store = ActivationStore(model, "1 : recompute", min_bytes=0)
+    store.compile(backend="aot_eager")
+    for _ in range(3):
+        check_same(gradients(model, x, store), gradients(wanted, x))
+        check_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
+        check_drained(store)
 
 
 def test_running_statistics_do_not_keep_a_norm_from_running_again() -> None:

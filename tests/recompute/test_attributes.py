@@ -74,6 +74,22 @@ def writes_a_buffer_unseen(module, x):
     return module.sum.clone()
 
 
+def writes_a_buffer_unseen_from_its_third_call_on(module, x):
+    module.step += 1
+    before = module.sum.clone()
+    if module.step > 2:
+        module.sum.data.add_(x.detach().mean(0))
+    return module.sum - 0.5 * before + 1
+
+
+def writes_a_tensor_unseen_from_its_third_call_on(module, x):
+    module.step += 1
+    before = module.mean.clone()
+    if module.step > 2:
+        module.mean.data.add_(x.detach().mean(0))
+    return module.mean - 0.5 * before + 1
+
+
 def writes_and_replaces_a_buffer(module, x):
     module.sum.add_(x.detach().mean(0))
     module.sum = module.sum * 0.5
@@ -107,6 +123,7 @@ def begins(module, x):
 
 CHANGES = [
     counts, names, appends, fills, writes_a_buffer, writes_a_buffer_that_autograd_saves, writes_a_buffer_unseen,
+    writes_a_buffer_unseen_from_its_third_call_on, writes_a_tensor_unseen_from_its_third_call_on,
     writes_and_replaces_a_buffer, replaces_a_tensor, writes_a_tensor, adds_and_deletes, begins,
 ]  # fmt: skip
 

@@ -1,10 +1,14 @@
 """A recomputed module runs again under the settings of PyTorch that its first run had."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actstore import ActivationStore
 from actstore.errors import StateError
@@ -93,6 +97,83 @@ def test_attention_takes_the_same_way_outside_of_the_context_that_chose_it(backe
             loss = model(x).square().sum()
         wanted = model(x).square().sum()
     check_same(torch.autograd.grad(loss, leaves), torch.autograd.grad(wanted, leaves))
+
+
+def test_denormals_are_flushed_as_in_the_first_run():
+    class Notes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.seen = nn.Linear(WIDTH, WIDTH), Runs()
+
+        def forward(self, x):
+            self.seen.append(float(torch.tensor(1e-38) * 0.1))
+            return torch.tanh(self.inner(x))
+
+    model, x = nn.Sequential(Notes()), torch.randn(3, WIDTH)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush denormals")
+    try:
+        with ActivationStore(model, "0 : recompute", min_bytes=0):
+            loss = model(x).sum()
+    finally:
+        torch.set_flush_denormal(False)
+    loss.backward()
+    assert model[0].seen == [0.0, 0.0]
+    assert float(torch.tensor(1e-38) * 0.1) > 0
+
+
+class DoublesFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.nn.functional.linear else result
+
+
+class DoublesOperators(TorchDispatchMode):
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.ops.aten.addmm.default else result
+
+
+@pytest.mark.parametrize("kind", [DoublesFunctions, DoublesOperators])
+@pytest.mark.parametrize("decision", [*RECOMPUTE, "recompute(decisions=kept)"])
+def test_modes_around_forward_are_around_the_second_run(kind, decision):
+    torch.manual_seed(0)
+    model, x, mode = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())),
+        torch.randn(3, WIDTH),
+        kind(),
+    )
+    leaves = list(model.parameters())
+    with mode:
+        wanted = model(x).square().sum()
+        with ActivationStore(model, f"[0-9] : {decision}", min_bytes=0):
+            loss = model(x).square().sum()
+    wanted = torch.autograd.grad(wanted, leaves)
+    check_same(torch.autograd.grad(loss, leaves, retain_graph=True), wanted)
+    with mode:
+        assert torch.autograd.grad(loss, leaves)[0].shape == wanted[0].shape
+    assert getattr(mode, "entered", 2) == 2
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_mode_that_is_gone_is_refused():
+    model, x, mode = (
+        nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())),
+        torch.randn(3, WIDTH),
+        DoublesFunctions(),
+    )
+    with mode, ActivationStore(model, "0 : recompute", min_bytes=0):
+        loss = model(x).square().sum()
+    del mode
+    gc.collect()
+    with pytest.raises(StateError, match="mode=DoublesFunctions: it was around the forward"):
+        loss.backward()
 
 
 def test_another_precision_of_products_is_refused():

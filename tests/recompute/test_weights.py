@@ -101,7 +101,7 @@ def test_a_normalisation_that_two_threads_recompute_gets_its_own_buffers_back():
             self.norm = nn.BatchNorm1d(WIDTH)
 
         def forward(self, x):
-            if torch.is_grad_enabled() and recomputing:
+            if torch.is_grad_enabled() and recomputing.is_set():
                 if threading.current_thread() is threading.main_thread():
                     first_began.set()
                     assert second_began.wait(120)
@@ -110,13 +110,13 @@ def test_a_normalisation_that_two_threads_recompute_gets_its_own_buffers_back():
                     assert first_ended.wait(120)
             return torch.tanh(self.norm(x))
 
-    recomputing = False
+    recomputing = threading.Event()
     model, x = nn.Sequential(Waits()), torch.randn(3, WIDTH)
     buffers = list(model.buffers())
     with ActivationStore(model, "0 : recompute", min_bytes=0):
         losses = [model(x).square().sum() for _ in range(2)]
     values = [buffer.clone() for buffer in buffers]
-    recomputing = True
+    recomputing.set()
 
     def other():
         assert first_began.wait(120)
@@ -132,10 +132,15 @@ def test_a_normalisation_that_two_threads_recompute_gets_its_own_buffers_back():
 
 
 class Uncopyable(torch.Tensor):
-    """Stands for a buffer that there is no memory to copy."""
+    """Stands for a buffer that there is memory to copy once."""
+
+    copies = 0
 
     def clone(self, *args, **kwargs):
-        raise torch.OutOfMemoryError("no memory")
+        if self.copies:
+            raise torch.OutOfMemoryError("no memory")
+        type(self).copies += 1
+        return super().clone(*args, **kwargs)
 
 
 def test_without_memory_for_a_copy_nothing_changes():
