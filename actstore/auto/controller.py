@@ -109,7 +109,7 @@ class AutoController(PlanningState):
             self.profiler.look()
             self._start_again("the model's modules have changed")
         elif sample is not None:
-            self.probes.add(sample)
+            self.probes.add(sample, self._ledger.peak)
             self._inputs.saved(sample.saved)
         if self._guarded and self.plan is not None:
             self._use(self.plan.decisions)
@@ -124,7 +124,6 @@ class AutoController(PlanningState):
             if decisions is None:
                 self._first_plan()
             else:
-                self._refuse_hopeless(place)
                 self._use(decisions)
         news, self._news = self._news, ""
         if news:
@@ -213,6 +212,7 @@ class AutoController(PlanningState):
     def _first_plan(self) -> None:
         """Make the plan after the measured steps."""
         self._measured = self.probes.largest
+        self._shift = max(self._shift, self.probes.excess)
         if self.probes.has_met:
             self.probes.close()
         try:
@@ -224,28 +224,9 @@ class AutoController(PlanningState):
                 raise
             self._make_least(error)
 
-    def _refuse_hopeless(self, place: TierSet) -> None:
-        """Refuse a budget that is far too small as soon as a step has shown that.
-
-        Raises
-        ------
-        CapacityError : the measured decisions need more, and the untried ones can hardly change that
-        """
-        floor = self.probes.floor(on_host=place.device.on_host)
-        if self._planned_for or floor <= self._wish.device:
-            return
-        try:
-            self._solve(self._wish.device)
-        except CapacityError as error:
-            error.add_context(
-                f"after {self.probes.steps} measured steps, the first of which recomputed all that can be (what was "
-                f"not tried may need less, but hardly less than {format_nbytes(floor)})"
-            )
-            raise
-
     def _make_least(self, refusal: CapacityError) -> None:
         """Run the plan with the least memory, where none keeps the budget any more."""
-        least = float(refusal.facts.get("least", 0)) + self._shift
+        least = float(refusal.facts.get("least", 0))
         self._excess = True
         self._make_plan(int(least * (1 + 1e-6)) + 1)
         self._news = (
@@ -255,6 +236,7 @@ class AutoController(PlanningState):
 
     def _solve(self, device: int) -> tuple[Profile, LayerChain, Limits, Solution]:
         """Return the best choice within `device` bytes, from the measurements so far."""
+        from actstore.plan.rival import too_small
         from actstore.plan.solver.microbatches import solve_step
 
         assert self._place is not None
@@ -266,7 +248,10 @@ class AutoController(PlanningState):
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):
                 return profile, chain, narrow, solve_step(chain, narrow)
-        return profile, chain, limits, solve_step(chain, limits)
+        try:
+            return profile, chain, limits, solve_step(chain, limits)
+        except CapacityError as refused:
+            raise too_small(refused, chain, limits, device, self._shift, self.probes.one_lines()) from None
 
     def _make_plan(self, device: int | None = None) -> None:
         """Plan from the measurements so far. The current choice stays where another gains little.
