@@ -33,6 +33,13 @@ def fastest(chain: LayerChain, limits: Limits, policies: OneLines) -> tuple[str,
     return min(found, key=lambda each: each[1].total, default=None)
 
 
+def beside(text: str, policy: Evaluation, solution: Evaluation) -> str:
+    """Return the words for the fastest policy in one line beside a solution, as predicted."""
+    if policy.choice == solution.choice:
+        return f"This is {text!r}."
+    return f"The fastest policy in one line that fits is {text!r}: predicted {policy.total:.1f} ms."
+
+
 def too_small(
     refused: CapacityError, chain: LayerChain, limits: Limits, budget: int, beyond: float, policies: OneLines
 ) -> CapacityError:
