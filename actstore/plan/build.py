@@ -54,8 +54,8 @@ def kept(figures: dict[str, UnitFigures], share: float = 1.0) -> UnitFigures:
     return replace(
         other,
         decision=KEEP,
-        forward=min(other.forward, again) if again else other.forward,
-        backward=max(other.backward - again, other.backward / 2),
+        forward=min(other.forward, again) if again else max(other.forward - other.work_forward, other.forward / 2),
+        backward=max(other.backward - other.work_backward, other.backward / 2),
         parts=parts,
         transient=0,
         error=0.0,

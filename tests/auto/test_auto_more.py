@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import optimizer as optimizers
 
-from actstore import ActivationStore, Auto
+from actstore import ActivationStore, Auto, Disk
 from actstore.auto import probes, watch
 from actstore.auto.attempt import Attempt
 from actstore.errors import CapacityError
@@ -179,6 +179,20 @@ def test_a_budget_that_is_too_small_is_refused_again_and_again():
     assert all("forward" not in vars(module) for module in model.modules())
     store.close()
     assert min(run(model, ActivationStore(model, "recompute", min_bytes=0), 1)) > 0
+
+
+def test_the_first_step_runs_the_decisions_with_the_least_memory(tmp_path):
+    model = Net()
+    recomputed = run(model, ActivationStore(model, "recompute", min_bytes=0), 1)
+    store = auto(model, "1MiB")
+    assert run(model, store, 1) <= recomputed
+    assert store._controller.probes.least() == {
+        "stem": "derive", **{f"blocks.{i}": "recompute" for i in range(4)}, "head": "derive"
+    }  # fmt: skip
+    store = auto(model, "1MiB", tiers=[Disk(tmp_path, "1GiB")])
+    run(model, store, 1)
+    least = store._controller.probes.least()
+    assert {least["stem"], least["blocks.0"]} == {"derive(raw @ disk)", "recompute(raw @ disk)"}
 
 
 def test_a_refused_budget_names_bytes_that_are_enough():
