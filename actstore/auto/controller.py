@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from actstore.accuracy.influence.pairs import Pairs
+from actstore.auto.duel import NEAR_SHARE, Duel
 from actstore.auto.inputs import Inputs
 from actstore.auto.memory import alloc_retries, ran_out
 from actstore.auto.planning_state import PlanningState
@@ -37,6 +38,7 @@ from actstore.policy import Rules
 from actstore.store.tierset import TierSet
 
 if TYPE_CHECKING:
+    from actstore.plan.plan import Plan
     from actstore.plan.solver.solve import Solution
 
 log = logging.getLogger("actstore")
@@ -79,6 +81,7 @@ class AutoController(PlanningState):
         self._switch = switch
         self._inputs = Inputs(model, self._guard)
         self._guarded = False  # the running step exceeds its plan, and so recomputes all
+        self._duel: Duel | None = None  # the plan and a policy in one line run by turns
 
     @property
     def gauge(self) -> Profiler:
@@ -109,7 +112,7 @@ class AutoController(PlanningState):
             self.profiler.look()
             self._start_again("the model's modules have changed")
         elif sample is not None:
-            self.probes.add(sample)
+            self.probes.add(sample, self._ledger.peak)
             self._inputs.saved(sample.saved)
         if self._guarded and self.plan is not None:
             self._use(self.plan.decisions)
@@ -124,7 +127,6 @@ class AutoController(PlanningState):
             if decisions is None:
                 self._first_plan()
             else:
-                self._refuse_hopeless(place)
                 self._use(decisions)
         news, self._news = self._news, ""
         if news:
@@ -213,6 +215,7 @@ class AutoController(PlanningState):
     def _first_plan(self) -> None:
         """Make the plan after the measured steps."""
         self._measured = self.probes.largest
+        self._shift = max(self._shift, self.probes.excess)
         if self.probes.has_met:
             self.probes.close()
         try:
@@ -224,28 +227,9 @@ class AutoController(PlanningState):
                 raise
             self._make_least(error)
 
-    def _refuse_hopeless(self, place: TierSet) -> None:
-        """Refuse a budget that is far too small as soon as a step has shown that.
-
-        Raises
-        ------
-        CapacityError : the measured decisions need more, and the untried ones can hardly change that
-        """
-        floor = self.probes.floor(on_host=place.device.on_host)
-        if self._planned_for or floor <= self._wish.device:
-            return
-        try:
-            self._solve(self._wish.device)
-        except CapacityError as error:
-            error.add_context(
-                f"after {self.probes.steps} measured steps, the first of which recomputed all that can be (what was "
-                f"not tried may need less, but hardly less than {format_nbytes(floor)})"
-            )
-            raise
-
     def _make_least(self, refusal: CapacityError) -> None:
         """Run the plan with the least memory, where none keeps the budget any more."""
-        least = float(refusal.facts.get("least", 0)) + self._shift
+        least = float(refusal.facts.get("least", 0))
         self._excess = True
         self._make_plan(int(least * (1 + 1e-6)) + 1)
         self._news = (
@@ -255,6 +239,7 @@ class AutoController(PlanningState):
 
     def _solve(self, device: int) -> tuple[Profile, LayerChain, Limits, Solution]:
         """Return the best choice within `device` bytes, from the measurements so far."""
+        from actstore.plan.rival import too_small
         from actstore.plan.solver.microbatches import solve_step
 
         assert self._place is not None
@@ -266,7 +251,10 @@ class AutoController(PlanningState):
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):
                 return profile, chain, narrow, solve_step(chain, narrow)
-        return profile, chain, limits, solve_step(chain, limits)
+        try:
+            return profile, chain, limits, solve_step(chain, limits)
+        except CapacityError as refused:
+            raise too_small(refused, chain, limits, device, self._shift, self.probes.one_lines()) from None
 
     def _make_plan(self, device: int | None = None) -> None:
         """Plan from the measurements so far. The current choice stays where another gains little.
@@ -276,21 +264,36 @@ class AutoController(PlanningState):
         device : bytes to plan with; by default the budget
         """
         from actstore.plan.outcome import or_as_before, plan_of
+        from actstore.plan.rival import beside, fastest
 
         assert self._place is not None
         wish = self._wish
         profile, chain, limits, solution = self._solve(wish.device if device is None else device)
         if self.plan is not None:
             solution = or_as_before(self._decisions, chain, limits, solution)
-        self.plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
-        self._excess = device is not None
+        plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self._history))
+        self._duel, self._excess = None, device is not None
         self._ledger.budget.set(wish.device if device is None else max(device, wish.device))
         self._planned_for = self.probes.largest
-        self._use(self.plan.decisions)
-        if self.plan.window is not None and self._sets_window:
-            self._place.engine.resize(self.plan.window)
+        if solution.how == "as before" and self.plan is not None:
+            plan = replace(plan, rival=self.plan.rival)
+        elif not self._excess and (found := fastest(chain, limits, self.probes.one_lines())) is not None:
+            text, other = found
+            plan = replace(plan, rival=beside(text, other, solution.evaluation))
+            if other.choice != solution.choice and other.total <= (1 + NEAR_SHARE) * solution.evaluation.total:
+                rival = replace(solution, choice=other.choice, evaluation=other)
+                self._duel = Duel(plan, plan_of(profile, chain, rival, wish, self._shift, plan.history), text)
+        self._run(plan)
+        log.info("plan: %s", plan.certificate)
+
+    def _run(self, plan: Plan) -> None:
+        """Run a plan from the step that begins now."""
+        assert self._place is not None
+        self.plan = plan
+        self._use(plan.decisions)
+        if plan.window is not None and self._sets_window:
+            self._place.engine.resize(plan.window)
         self._times.clear()
-        log.info("plan: %s", self.plan.certificate)
 
     # -- the closed loop ----------------------------------------------------------------------------------------------
 
@@ -312,6 +315,10 @@ class AutoController(PlanningState):
             self._again(f"a step saves {format_nbytes(saved)}, more than planned for")
         elif self._has_shrunk(saved):
             self._again(f"steps save {format_nbytes(self.probes.largest)} at most")
+        elif sample is not None and self._duel is not None:
+            other, is_over = self._duel.add(sample.total * probes.scale(sample.saved), peak)
+            self._duel = None if is_over else self._duel
+            self._run(other)
         elif sample is not None:
             step = self._times.add(sample, probes.scale)
             self.plan = plan.run(step, max(peak, plan.measured.peak if plan.measured is not None else 0.0))
@@ -369,4 +376,5 @@ class AutoController(PlanningState):
 
     def _forget(self) -> None:
         super()._forget()
+        self._duel = None
         self._rating = Rating(self.probes, self._pairs, self._ledger)

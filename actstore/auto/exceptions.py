@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Separability:
     Attributes
     ----------
     seen : names of the units and parts that have run
-    operators : by unit or part, the classes of `OPERATORS` that ran in it
+    results : by unit or part, the bytes of its own results as "", and of each class of `OPERATORS` that ran in it
     bound : names of those that cannot be excepted: they change their arguments, leave objects in attributes, return
         what cannot wait, or run in a checkpoint of the model's own
     """
@@ -38,7 +39,7 @@ class Separability:
     def __init__(self) -> None:
         self.seen = set[str]()
         self.bound = set[str]()
-        self.operators: dict[str, set[str]] = {}
+        self.results: dict[str, dict[str, int]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.seen and name not in self.bound
@@ -64,7 +65,7 @@ class Separability:
                 self.bound.add(name)
             if _is_checkpointed():
                 self.bound.add(name)
-            self.operators[name] = _operators_between(leaves, output)
+            self.results[name] = _results_between(leaves, output)
             self.seen.add(name)
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -92,7 +93,7 @@ class Separability:
             return
         separable = (name for name in parts if f"{unit}.{name}" in self)
         chosen = sorted(separable, key=lambda name: -parts[name].saved)[:MAX_EXCEPTED_PARTS]
-        operators = (f"@{name}" for name in OPERATORS if name in self.operators.get(unit, ()))
+        operators = (f"@{name}" for name in OPERATORS if name in self.results.get(unit, ()))
         derive = figures.get(DERIVE, keep).parts
         for what in (*operators, *chosen):
             first = figures.get(except_from_recompute(what, KEEP))
@@ -129,9 +130,9 @@ def _is_checkpointed() -> bool:
     return getattr(pack, "__module__", "") in CHECKPOINTS and (run is None or pack is not run.hook)
 
 
-def _operators_between(inputs: Sequence[Any], output: Any) -> set[str]:
-    """Return the classes of `OPERATORS` in autograd's graph between the inputs of a module and its output."""
-    found = set[str]()
+def _results_between(inputs: Sequence[Any], output: Any) -> dict[str, int]:
+    """Return the bytes of a module's output, and of each class of `OPERATORS` in autograd's graph before it."""
+    found = {"": sum(leaf.nbytes for leaf in tree_leaves(output) if type(leaf) is Tensor)}
     seen = {leaf.grad_fn for leaf in inputs if isinstance(leaf, Tensor)} | {None}
     waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     while waiting and len(seen) < MAX_NODES:
@@ -140,7 +141,10 @@ def _operators_between(inputs: Sequence[Any], output: Any) -> set[str]:
             continue
         seen.add(node)
         operator = f"aten.{operator_of_node(node.name())}"
-        found.update(name for name in OPERATORS if covers(name, operator))
+        for name in OPERATORS:
+            if covers(name, operator):
+                nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in node._input_metadata)
+                found[name] = found.get(name, 0) + nbytes
         waiting += [following for following, _ in node.next_functions]
     return found
 

@@ -70,10 +70,11 @@ class JointPlanner:
         ------
         CapacityError : no plan fits into the budget; the error names the least possible
         """
-        self._add(reports)
+        self._add(reports, max(report["peak"] for report in reports))
         decisions = self.probes.propose(place)
         if decisions is not None:
             return decisions
+        self._shift = max(self._shift, self.probes.excess)
         if self.probes.has_met:
             self.probes.close()
         return self._plan(place, self._wish.device)
@@ -102,12 +103,12 @@ class JointPlanner:
         try:
             new = self._plan(place, budget, plan)
         except CapacityError as refusal:
-            new = self._plan(place, int((float(refusal.facts["least"]) + self._shift) * (1 + 1e-6)) + 1, plan)
+            new = self._plan(place, int(float(refusal.facts["least"]) * (1 + 1e-6)) + 1, plan)
             log.warning("%s, and no plan of the group keeps to it: the one that needs least is next", why)
             self._excess = True
         return None if new.decisions == plan.decisions else new
 
-    def _add(self, reports: Sequence[Report]) -> list[Sample]:
+    def _add(self, reports: Sequence[Report], peak: float = 0.0) -> list[Sample]:
         """Add the steps that all ranks have measured, and return them."""
         for report in reports:
             self._profiler.writers.update(report["writers"])
@@ -115,19 +116,23 @@ class JointPlanner:
         steps = [step for step in reports[0]["samples"] if all(step in report["samples"] for report in reports)]
         samples = [slowest_sample([sample_of(report["samples"][step]) for report in reports]) for step in steps]
         for sample in samples:
-            self.probes.add(sample)
+            self.probes.add(sample, peak)
         return samples
 
     def _plan(self, place: TierSet, device: int, current: Plan | None = None) -> Plan:
         """Return the best plan within `device` bytes; the choice of the current one where another gains little."""
         from actstore.plan.outcome import or_as_before, plan_of
+        from actstore.plan.rival import too_small
         from actstore.plan.solver.microbatches import solve_step
 
         wish = self._wish
         profile = self.probes.profile(place.device.torch_device)
         chain = chain_of(profile)
         limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, 0.0)
-        solution = solve_step(chain, limits)
+        try:
+            solution = solve_step(chain, limits)
+        except CapacityError as refused:
+            raise too_small(refused, chain, limits, device, self._shift, self.probes.one_lines()) from None
         if current is not None:
             solution = or_as_before(current.decisions, chain, limits, solution)
         self._planned_for, self._excess = self.probes.largest, False

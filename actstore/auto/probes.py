@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from math import inf
@@ -18,25 +18,24 @@ from torch.optim import Optimizer
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.auto.calls import UnitCalls
-from actstore.auto.exceptions import DERIVE
+from actstore.auto.candidates import LOSSY, Candidates
+from actstore.auto.forecast import Forecast
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of
 from actstore.auto.memory import memory_of
-from actstore.auto.profiler import PARTIAL_RECOMPUTE, Profiler, Sample, scaled
+from actstore.auto.one_line import OneLines, one_lines
+from actstore.auto.profiler import Profiler, Sample, scaled
 from actstore.base.spec import Site
-from actstore.model.blocks import has_forward
-from actstore.model.units import Shape, digest_of
+from actstore.model.units import digest_of
 from actstore.plan.build import MIN_PART_SHARE
 from actstore.plan.fields import read_as
-from actstore.plan.profile import KEEP, Profile, Unit, UnitFigures, medians, recomputes
-from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
+from actstore.plan.profile import KEEP, Profile, Unit, UnitFigures, medians
 from actstore.plan.solver.chain import Links
 from actstore.plan.wish import Wish
 from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
 SAMPLES_PER_DECISION = 3  # on each kind of unit
-LOSSY = "int4(round=dither)"
 MAX_MEASURED_STEPS = 40  # before the first plan
 SAME_SIZE_SHARE = 0.95  # of the largest step's bytes: the figures of steps that save less are scaled up
 
@@ -57,21 +56,24 @@ class Probes:
     Attributes
     ----------
     largest : bytes that plain autograd would hold in the largest step
+    excess : bytes by which a step has exceeded the forecast for its own figures, at most
     """
 
     def __init__(self, profiler: Profiler, model: Module, wish: Wish, before: Probes | None = None) -> None:
         self.steps = 0
         self.largest = 0
+        self.excess = 0.0
         self._profiler = profiler
         self._model = model
         self._wish = wish
-        self._shapes = {shape.name: shape for shape in profiler.shapes}
         self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
         self._calls = UnitCalls()
+        self._tries = Candidates(profiler, wish, self._calls)
         self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
         self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
+        self._proposed: dict[str, str] = {}  # of the step that runs
         self._links: Links | None = None if before is None else before._links
         met: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers.found
         self._optimizers: SteppedOptimizers = SteppedOptimizers(model, met)
@@ -99,11 +101,11 @@ class Probes:
 
     def least(self) -> dict[str, str]:
         """Return the decisions with the least memory, as far as known without a plan."""
-        return {name: "recompute" for name, shape in self._shapes.items() if self._recomputable(shape)}
+        return self._tries.least()
 
     def limit(self, wish: Wish) -> None:
         """Set the wish that later proposals must fit."""
-        self._wish = wish
+        self._wish = self._tries.wish = wish
 
     def state(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
@@ -126,14 +128,15 @@ class Probes:
             name: [(read_as(UnitFigures, f), saved) for f, saved in each] for name, each in state["samples"].items()
         }
         calls, self._kinds, ran, self._noise = state["tables"]
-        self._calls = UnitCalls(calls, state.get("turns", {}))
+        self._calls = self._tries.calls = UnitCalls(calls, state.get("turns", {}))
         self._ran = Counter(ran)
         self._links = None if state["links"] is None else Links(**state["links"])
         parts = self._profiler.separability
         for names, found in zip((self._profiler.writers, parts.seen, parts.bound), state["modules"], strict=True):
             names.update(found)
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Sample, peak: float = 0.0) -> None:
+        """Add a step, and its peak where that is to be compared with the forecast."""
         first = not self.steps
         self.steps += 1
         self._calls.add(sample)
@@ -145,60 +148,95 @@ class Probes:
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
         if not first:  # the first step includes all one-time work
             self._rest.append(sample.rest)
+        if not any(" @ " in decision for decision in self._proposed.values()):  # copies in transit come on top
+            decisions = {name: self._proposed.get(name, KEEP) for name in self._kinds}
+            self.excess = max(self.excess, peak - self._forecast().peak(decisions))
 
     def propose(self, place: TierSet) -> dict[str, str] | None:
         """Return the decisions for the next step, by unit; None where enough is known."""
+        self._tries.on_host = place.device.on_host
         if self._links is None:
             self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
         return self.untried(on_host=place.device.on_host)
 
     def untried(
-        self, *, on_host: bool, samples: int = SAMPLES_PER_DECISION, room: float = 0.0
+        self, *, on_host: bool, samples: int = SAMPLES_PER_DECISION, room: float | None = None
     ) -> dict[str, str] | None:
         """Return the same, with links that are known.
 
-        `samples` of a decision on a kind of unit are enough. A step may hold `room` bytes, or those of the wish.
+        `samples` of a decision on a kind of unit are enough. A step may hold `room` bytes, by default those of the wish
+        without what steps have held beyond their forecasts.
         """
+        self._tries.on_host = on_host
+        found = self._next(samples, self._wish.device - self.excess if room is None else room)
+        self._proposed = found or {}
+        return found
+
+    def _next(self, samples: int, room: float) -> dict[str, str] | None:
         if not self.steps:
-            return self.least()
+            return self._tries.least()
         if self.steps >= MAX_MEASURED_STEPS:
             return None
-        figures = self.figures()
-        counts = {kind: Counter({d: f.samples for d, f in of_kind.items()}) for kind, of_kind in figures.items()}
-        known = {name: self._shapes[name] for name in self._kinds}
-        if self._peak(figures, dict.fromkeys(known, KEEP)) <= self._wish.device:
+        forecast = self._forecast()
+        if forecast.peak(dict.fromkeys(self._kinds, KEEP)) <= room:
             return None  # everything fits: no other decision is needed
-        least = MIN_PART_SHARE * sum(self._saved(figures, name) for name in known) / len(known)
-        chosen = {name: "recompute" if self._recomputable(shape) else KEEP for name, shape in self._shapes.items()}
-        room = max(room, self._wish.device, self._peak(figures, {name: chosen[name] for name in known}))
+        chosen = next((known for known in self._frugal(forecast) if forecast.peak(known) <= room), None)
+        if chosen is None:
+            return self._rescue(forecast, room)
+        figures = {self._kinds[name]: forecast.figures[name] for name in self._kinds}
+        counts = {kind: Counter({d: f.samples for d, f in of_kind.items()}) for kind, of_kind in figures.items()}
+        least = MIN_PART_SHARE * sum(map(forecast.saved, self._kinds)) / len(self._kinds)
         wanted = False
-        for name, shape in reversed(known.items()):  # backward needs the last unit first
-            if not name or self._saved(figures, name) < least:
+        for name, kind in reversed(self._kinds.items()):  # backward needs the last unit first
+            if not name or forecast.saved(name) < least:
                 continue
-            count = counts[self._kinds[name]]
-            for decision in self._candidates(shape, figures[self._kinds[name]], on_host=on_host):
-                fitting = (
-                    form
-                    for form in self._forms(name, decision)
-                    if self._peak(figures, {n: chosen[n] for n in known} | {name: form}) <= room
-                )
-                if count[decision] < samples and (proposed := next(fitting, None)) is not None:
-                    wanted = True
-                    chosen[name] = proposed
-                    count[decision] += 1
+            for decision in self._tries.of(self._tries.shapes[name], figures[kind]):
+                if counts[kind][decision] >= samples:
+                    continue
+                tries = (chosen | {name: form} for form in self._tries.forms(name, decision))
+                if (fitting := next((each for each in tries if forecast.peak(each) <= room), None)) is not None:
+                    wanted, chosen = True, fitting
+                    counts[kind][decision] += 1
                     break
-        return chosen if wanted else None
+        return self._tries.least() | chosen if wanted else None
+
+    def _frugal(self, forecast: Forecast) -> Iterator[dict[str, str]]:
+        """Yield decisions on all units that have run: the simplest ones first, then those that may hold less."""
+        again = {name: "recompute" for name in self._kinds if self._tries.frees(self._tries.shapes[name])}
+        keep = dict.fromkeys(self._kinds, KEEP)
+        yield keep | again
+        least = {name: decision for name, decision in self._tries.least().items() if name in self._kinds}
+        yield keep | least
+        known = forecast.figures
+        finer = ((name, one) for name in self._kinds for one in self._tries.finer(name) if one in known[name])
+        yield keep | least | dict(finer)
+        held = {name: {f.total("held"): d for d, f in of_unit.items()} for name, of_unit in known.items()}
+        yield {name: of_unit[min(of_unit)] for name, of_unit in held.items()}
+
+    def _rescue(self, forecast: Forecast, room: float) -> dict[str, str] | None:
+        """Return decisions that may need less than all that is known, which exceeds `room`; None where that is vain."""
+        untried = {
+            name: decision
+            for name in self._kinds
+            for decision in self._tries.finer(name)[:1]
+            if decision not in forecast.figures[name]
+        }
+        parts = {name: self._tries.shapes[name].parts.values() for name in untried}
+        weighted = {name: sum(next(part.parameters(), None) is not None for part in parts[name]) for name in untried}
+        if not untried or forecast.lowest(weighted) > room:
+            return None
+        return self._tries.least() | untried
 
     def lossy(self) -> dict[str, str]:
         """Return lossy decisions for units whose effect on gradients is unknown so far, as many as fit."""
-        figures = self.figures()
-        least = {name: decision for name, decision in self.least().items() if name in self._kinds}
+        forecast = self._forecast()
+        least = {name: decision for name, decision in self._tries.least().items() if name in self._kinds}
         chosen = dict.fromkeys(self._kinds, KEEP) | least
-        room = self._wish.device - samples_nbytes(self._model)
+        room = self._wish.device - self.excess - samples_nbytes(self._model)
         found = {}
-        for name, kind in reversed(self._kinds.items()):
-            is_open = name not in self._noise and LOSSY in figures[kind]
-            if is_open and self._peak(figures, chosen | {name: LOSSY}) <= room:
+        for name in reversed(self._kinds):
+            is_open = name not in self._noise and LOSSY in forecast.figures[name]
+            if is_open and forecast.peak(chosen | {name: LOSSY}) <= room:
                 chosen[name] = found[name] = LOSSY
         return found
 
@@ -211,37 +249,19 @@ class Probes:
         """
         figures = self.figures()
         for name in units:
-            self._noise[name] = dict.fromkeys(["", *self._shapes[name].parts], 0.0)
+            self._noise[name] = dict.fromkeys(["", *self._tries.shapes[name].parts], 0.0)
         for found in effect.sites:
             name, part = self._profiler.find(sites[found.site].name)
             if name in units:
                 unit = (effect.noise_by_weight or 0.0) * figures[self._kinds[name]][LOSSY].error
                 self._noise[name][part] += found.by_weight / unit if found.by_weight is not None and unit else inf
 
-    def floor(self, *, on_host: bool) -> float:
-        """Return a cautious lower bound on the bytes held at the turn to backward; 0 before the first step.
-
-        A unit that can offload or lose payloads counts as 0. A unit that can recompute counts as half of the bytes that
-        its recompute holds, since its parts may hold less; any other unit as half of its saved bytes. The bound is 0
-        while replays of a unit with many saved bytes are untried: they may hold far less than its recompute, and the
-        least is unknown.
-        """
-        wish, figures = self._wish, self.figures()
-        much = MIN_PART_SHARE * sum(self._saved(figures, name) for name in self._kinds)
-        for name, kind in self._kinds.items():
-            untried = set(self._replays(name)) - figures[kind].keys()
-            if untried and self._recomputable(self._shapes[name]) and self._saved(figures, name) >= much:
-                return 0.0
-        free = wish.disk != 0 or (wish.host != 0 and not on_host) or wish.max_noise > 0
-        floor: dict[str, float] = {}
-        for name, kind in self._kinds.items():
-            shape, saved = self._shapes[name], self._saved(figures, name)
-            if not shape.named or not name:
-                floor[name] = saved
-            elif not free and self._calls.chained(name) == 1:
-                held = (f.total("held") for d, f in figures[kind].items() if d.startswith("recompute"))
-                floor[name] = min(saved, *held) / 2 if self._recomputable(shape) else saved / 2
-        return self._calls.most_at_once(floor)
+    def _forecast(self) -> Forecast:
+        figures = self.figures()
+        blocks = (name for name, shape in self._tries.shapes.items() if shape.recomputable)
+        always = all(self._ran[name] == self.steps for name in (*self._kinds, *blocks))
+        of_units = {name: figures[kind] for name, kind in self._kinds.items()}
+        return Forecast(of_units, self._calls, self._profiler.separability.results, in_order=always)
 
     def figures(self) -> FiguresByKind:
         """Return the medians of all measurements, by kind and decision."""
@@ -253,6 +273,12 @@ class Probes:
             by_kind.setdefault(self._kinds[name], []).extend(alike)
         return {kind: medians(samples) for kind, samples in by_kind.items()}
 
+    def one_lines(self) -> OneLines:
+        """Return policies in one line for the model, by their text."""
+        named = [name for name in self._kinds if name and self._tries.shapes[name].named]
+        blocks = [name for name in named if self._tries.recomputable(self._tries.shapes[name])]
+        return one_lines(self._model, named, blocks, self._tries.tiers(), lossy=self._wish.max_noise > 0)
+
     def profile(self, device: torch.device) -> Profile:
         """Return all measurements so far as a profile."""
         units = tuple(
@@ -261,13 +287,13 @@ class Probes:
                 kind,
                 self._calls.of.get(name, 1),
                 tuple(shape.parts),
-                self._recomputable(shape),
+                self._tries.recomputable(shape),
                 {part: noise for part, noise in self._noise.get(name, {}).items() if noise < inf},
                 self._calls.waiting(name),
                 tuple(self._calls.turns.get(name, ())),
             )
             for name, kind in self._kinds.items()
-            for shape in [self._shapes[name]]
+            for shape in [self._tries.shapes[name]]
         )
         return Profile(
             units,
@@ -281,9 +307,6 @@ class Probes:
         )
 
     # -----------------------------------------------------------------------------------------------------------------
-
-    def _recomputable(self, shape: Shape) -> bool:
-        return shape.recomputable and shape.name not in self._profiler.writers
 
     def scale(self, saved: int) -> float:
         """Return the ratio of the largest step to one that saves `saved` bytes; below 1 after steps have shrunk."""
@@ -308,86 +331,11 @@ class Probes:
         return median(self.scale(saved) * f.total("saved") for f, saved in self._samples[name])
 
     def _kind(self, name: str, saved: int) -> str:
-        module = self._shapes[name].module
+        module = self._tries.shapes[name].module
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
         kind = (
             f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}{self._calls.text(name)}"
         )
-        if not self._shapes[name].named:  # no rule can name it, so it has no choice
+        if not self._tries.shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
-        return kind if self._recomputable(self._shapes[name]) else f"{kind} once"
-
-    def _replays(self, name: str) -> list[str]:
-        """Return the replays to try on a unit that runs several times in a step."""
-        calls = self._calls.chained(name)
-        return [segments_of(PROBE_SEGMENT)] * (calls > 1) + [revolve_of(PROBE_SLOTS)] * (calls > 2 * PROBE_SLOTS)
-
-    def _worth(self, name: str, part: Module) -> bool:
-        """Return whether to try to recompute a part. PyTorch's activations and dropouts save at most an input, and some
-        models change that input afterwards."""
-        simple = type(part).__module__.startswith("torch.nn.") and next(part.parameters(), None) is None
-        plain = Shape(name, part, {}, True).recomputable and has_forward(part)
-        return plain and not simple and name not in self._profiler.writers
-
-    def _forms(self, name: str, decision: str) -> list[str]:
-        """Return the forms of a decision to try, in order. For a unit with several calls, some keep part of these."""
-        calls = self._calls.chained(name)
-        if decision not in (KEEP, "recompute") or calls == 1:
-            return [decision]
-        some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
-        return [decision, *some] if decision == KEEP else [*some, decision]
-
-    def _peak(self, figures: FiguresByKind, decisions: dict[str, str]) -> float:
-        """Return the predicted peak of a step. An unmeasured decision counts as kept, a schedule as plain recompute."""
-        held: dict[str, float] = {}
-        peak = most = 0.0
-        for name, decision in decisions.items():
-            of_kind, saved = figures[self._kinds[name]], self._saved(figures, name)
-            found, part = of_kind.get(decision), PARTIAL_RECOMPUTE.fullmatch(decision)
-            share = int(part[1]) / self._calls.of[name] if part else 1.0  # the recomputed part of the calls
-            if found is None and decision.startswith("recompute("):
-                found = of_kind.get("recompute")
-            held[name] = saved if found is None else share * found.total("held") + (1 - share) * saved
-            above = self._staged(figures, name, decision) if found is None else found.transient
-            most, peak = max(most, above), max(peak, sum(held.values()) + above)
-        blocks = (name for name, shape in self._shapes.items() if shape.recomputable)
-        always = all(self._ran[name] == self.steps for name in (*decisions, *blocks))
-        # units that do not run in every step come in any order, and other micro-batches hold what one has left
-        return peak if always and not self._calls.turns else self._calls.most_at_once(held) + most
-
-    def _staged(self, figures: FiguresByKind, name: str, decision: str) -> int:
-        """Return the bytes that a payload may take beside its tensor, estimated before it is measured."""
-        if decision == KEEP or recomputes(decision):
-            return 0
-        of_kind = figures[self._kinds[name]].values()
-        most = max((part.saved for f in of_kind for part in f.parts.values()), default=0)
-        return most // self._calls.of[name] if name in self._calls.turns else most
-
-    def _saved(self, figures: FiguresByKind, name: str) -> float:
-        return self._calls.share(name) * max(f.total("saved") for f in figures[self._kinds[name]].values())
-
-    def _candidates(self, shape: Shape, figures: dict[str, UnitFigures], *, on_host: bool) -> list[str]:
-        """Return the decisions to try on a unit."""
-        wish = self._wish
-        tiers = [tier for tier, grant in (("host", 0 if on_host else wish.host), ("disk", wish.disk)) if grant != 0]
-        codecs = ["expack", *(["int8", LOSSY] if wish.max_noise else [])]
-        found, late = [KEEP], list[str]()
-        if not shape.named:
-            return found
-        if self._recomputable(shape):
-            found.append("recompute")
-            if replays := self._replays(shape.name):
-                return [*found, *replays]
-            found += [f"recompute(raw @ {tier})" for tier in tiers]
-            keep = figures.get(KEEP)
-            if keep is not None:
-                parts = {
-                    name: of_part
-                    for name, part in shape.parts.items()
-                    if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
-                    if of_part.saved > MIN_PART_SHARE * keep.total("saved")
-                }
-                found += [f"{name} : recompute" for name in parts]
-                late += self._profiler.separability.exceptions(shape.name, parts, figures, tiers, lossy=len(codecs) > 1)
-        moved = (f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *codecs[1:]))
-        return [*found, DERIVE, *codecs, *moved, *late]
+        return kind if self._tries.recomputable(self._tries.shapes[name]) else f"{kind} once"

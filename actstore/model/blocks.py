@@ -83,7 +83,7 @@ def _outermost_of(module: Module, lists: set[Module], kinds: set[Hashable]) -> I
 
 def _kind(module: Module) -> Hashable:
     """Return a module's class; for a plain list the shapes of its parameters, too, as its class says nothing."""
-    shapes = (None if is_lazy(each) else each.shape for each in module.parameters())
+    shapes = (None if is_lazy(each) else each.shape for each in module.parameters())  # type: ignore[redundant-expr]
     return type(module), tuple(shapes) if _is_plain(module) else ()
 
 

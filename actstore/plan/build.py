@@ -54,8 +54,8 @@ def kept(figures: dict[str, UnitFigures], share: float = 1.0) -> UnitFigures:
     return replace(
         other,
         decision=KEEP,
-        forward=min(other.forward, again) if again else other.forward,
-        backward=max(other.backward - again, other.backward / 2),
+        forward=min(other.forward, again) if again else max(other.forward - other.work_forward, other.forward / 2),
+        backward=max(other.backward - other.work_backward, other.backward / 2),
         parts=parts,
         transient=0,
         error=0.0,
@@ -106,7 +106,10 @@ def _options(
                 yield change.option(unit, keep, profile)
             continue
         part, colon, what = decision.rpartition(":")
-        change = _Change(unit, what.strip(), f, keep, None)
+        change = _Change(unit, decision if ";" in decision else what.strip(), f, keep, None)
+        if ";" in decision:  # several parts, measured together
+            yield change.option(unit, keep, profile)
+            continue
         if colon:
             change.error = noise_of(unit, part.strip(), f)
             if change.error < inf:
@@ -124,6 +127,8 @@ def _options(
         chosen = {name: change for name, change in zip(names, changes, strict=True) if change is not None}
         if chosen:
             text = "; ".join(f"{name} : {change.decision}" for name, change in chosen.items())
+            if text in figures and len(chosen) > 1:  # measured together
+                continue
             total = _Change(unit, text, keep, keep, None)
             for change in chosen.values():
                 total = total.plus(change)

@@ -101,6 +101,8 @@ def _headline(plan: PlanValues) -> Iterator[str]:
         if plan.budget:
             peak += f", {percent(plan.measured.peak / plan.budget)} of the budget"
         yield from wrapped(f"Measured: {plan.measured.step:.1f} ms a step ({off}), peak {peak}.")
+    if plan.rival:
+        yield from wrapped(plan.rival)
 
 
 def _table(groups: Sequence[UnitGroup]) -> list[tuple[str, ...]]:

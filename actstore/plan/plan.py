@@ -37,6 +37,7 @@ class Plan(PlanValues):
     limit : the limiting resource of the step, in words
     rows : by unit, in the order of forward
     profile : the measurements that the plan was made from
+    rival : the fastest policy in one line beside the plan, in words
     """
 
     def run(self, step: float, peak: float) -> Plan:

@@ -66,6 +66,7 @@ class PlanValues:
     profile: Profile
     measured: Prediction | None = None
     history: tuple[str, ...] = field(default=())
+    rival: str = ""
 
     @property
     def decisions(self) -> dict[str, str]:

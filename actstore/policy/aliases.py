@@ -55,6 +55,11 @@ def expand(rules: Rules, model: Module) -> Rules:
     return Rules([(str(pattern), decision) for pattern, decision in expanded], default=rules.default)
 
 
+def attention_of(model: Module) -> list[str]:
+    """Return the names that ``@attention`` stands for in a model."""
+    return _parts(dict(named_modules(model)), repeated_blocks(model))["@attention"]
+
+
 def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[str]]:
     around = set(blocks)
     inner = [name for name in named if not around.isdisjoint(ancestry(name.rpartition(".")[0]))]

@@ -213,7 +213,7 @@ def test_exceptions_are_few_and_those_that_gain():
     parts = {name: UnitBytes(saved, saved) for name, saved in zip("abcd", (10, 40, 30, 20), strict=True)}
     record.seen.update(f"unit.{name}" for name in parts)
     record.bound.add("unit.b")
-    record.operators["unit"] = {"matmul", "sdpa", "conv"}
+    record.results["unit"] = {"": 1, "matmul": 1, "sdpa": 1, "conv": 1}
     known = {"keep": figures_of("keep", 100, 0.0)}
     known["derive"] = replace(known["keep"], parts={"c": UnitBytes(30, 30), "d": UnitBytes(20, 10)})
 
