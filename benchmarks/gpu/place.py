@@ -162,7 +162,7 @@ def is_of(figures: dict[str, Any], commit: str) -> bool:
 
 
 def read(path: Path) -> Any:
-    """Return the JSON of a file; None where there is none, or only a part of it."""
+    """Return the JSON of a file; None without a file, or for a part of one."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):

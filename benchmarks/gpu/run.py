@@ -48,7 +48,7 @@ def run_part(
     Parameters
     ----------
     commit : the commit that is measured
-    before : the result of an earlier run of this part; its figures stay where this run brings no others
+    before : the result of an earlier run of this part; its figures stay where this run brings nothing
 
     Returns
     -------
