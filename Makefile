@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.hpp csrc/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ranks test-ops test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
+.PHONY: help venv bench bench-all bench-codecs test test-slow test-ranks test-ops test-models test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -46,6 +46,10 @@ test-ranks: $(STAMP)  ## run all tests of several processes, also those that tak
 
 test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores
 	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-models: $(STAMP)  ## train some hundred models of Transformers under exact and lossy policies, against plain training: ten minutes on two cores
+	@mkdir -p build
+	$(BIN)/python -m tests.models.sweep --json build/models.json $(ARGS)
 
 test-torch: BIN := build/torch-$(TORCH)/bin
 test-torch:  ## run the tests under another PyTorch: TORCH=2.11.0
