@@ -40,7 +40,8 @@ MAX_OBJECTS = 64  # of a region: each takes some microseconds of each forward
 _Entries = MutableMapping[str, Any]
 _Other = tuple[str, Any, int]  # a name, a value that is not plain, and its kind
 _LEAF, _PLAIN, _TENSOR, _GENERATOR, _CONTAINER, _FUNCTION, _OBJECT = range(7)
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "actstore", "numpy"}  # whose objects have states of their own
+_FRAMEWORKS = {"deepspeed", "accelerate", "lightning", "pytorch_lightning"}  # they count runs of modules
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "actstore", "numpy"} | _FRAMEWORKS
 
 
 class ReachedState:
