@@ -83,7 +83,7 @@ class ReachedState:
         found = [change for each in self._plain if not each.is_current() for change in each.changes()]
         for each in self._others:
             now = each.entries.get(each.name, ABSENT)
-            if not (each.is_same(now) or is_sharded(now) or hasattr(now, "device_mesh")):
+            if not (each.is_same(now) or is_sharded(now) or _is_distributed(now)):
                 was = each.waiting()
                 hidden = hidden_by_code(f"{each.owner}.{each.name}") if was is ABSENT else was
                 found.append((each.entries, each.name, hidden))
@@ -156,7 +156,7 @@ class ReachedState:
 
     def _visit_others(self, entries: _Entries, others: Iterable[_Other], owner: str, depth: int) -> None:
         for name, value, kind in others:
-            if kind != _GENERATOR and not hasattr(value, "device_mesh"):  # FSDP swaps these
+            if kind != _GENERATOR and not _is_distributed(value):
                 self._others.append(_Known(entries, name, owner, *_recognizer(name, value, kind)))
             if kind > _TENSOR:
                 self._visit(value, kind, depth + 1)
@@ -176,10 +176,10 @@ class _PlainValues(NamedTuple):
     names: tuple[str, ...] | None = None
 
     def is_current(self) -> bool:
-        """Return whether the values are the same now, and no entry is new."""
+        """Return whether the values are the same now, and no entry is new; or the owner is gone."""
         view = self.entries.view()
         same = all(map(is_, map(view.get, self.plain, repeat(ABSENT)), self.plain.values()))
-        return same and (self.names is None or len(self.names) == len(view))
+        return (same and (self.names is None or len(self.names) == len(view))) or self.entries.are_gone
 
     def of_now(self) -> _PlainValues:
         """Return the values that are the same now, with all names of now."""
@@ -195,7 +195,8 @@ class _PlainValues(NamedTuple):
             if view.get(name, ABSENT) is not was:
                 yield self.entries, name, was
         for name in () if self.names is None else {*view} - {*self.names}:
-            yield self.entries, name, ABSENT
+            if not name.startswith("__"):  # Python adds annotations to a class where these are read
+                yield self.entries, name, ABSENT
 
 
 class _Known(NamedTuple):
@@ -320,6 +321,11 @@ def _recognizer(name: str, value: Any, kind: int) -> tuple[Callable[[Any], bool]
         return lambda now: type(now) is type(was) and has_same_content(now, was), partial(copy_of, was)
     is_it, known = recognizer(value), _versions_in(value)
     return lambda now: is_it(now) and _are_unwritten(known, now), _nothing
+
+
+def _is_distributed(value: Any) -> bool:
+    """Return whether a value is a DTensor: FSDP2 puts these into modules, and takes them away."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def _waiting_tensor(tensor: Tensor, version: int) -> Any:

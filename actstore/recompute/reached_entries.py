@@ -29,6 +29,11 @@ class ReachedEntries(MutableMapping[str, Any]):
         except TypeError:
             self._owner = lambda: owner
 
+    @property
+    def are_gone(self) -> bool:
+        """True if the owner is gone."""
+        return self._owner() is None
+
     def view(self) -> Mapping[str, Any]:
         """Return the entries."""
         owner = self._owner()
@@ -56,10 +61,12 @@ class ClassEntries(ReachedEntries):
     """The attributes of a class."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner(), name, value)
+        if (kind := self._owner()) is not None:
+            setattr(kind, name, value)
 
     def __delitem__(self, name: str) -> None:
-        delattr(self._owner(), name)
+        if name in self.view():
+            delattr(self._owner(), name)
 
 
 class CellEntries(ReachedEntries):
@@ -73,7 +80,8 @@ class CellEntries(ReachedEntries):
             _cells(function)[name].cell_contents = value
 
     def __delitem__(self, name: str) -> None:
-        del _cells(self._owner())[name].cell_contents
+        if name in self.view():
+            del _cells(self._owner())[name].cell_contents
 
 
 def _cells(function: FunctionType) -> dict[str, CellType]:
