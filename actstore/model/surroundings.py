@@ -1,4 +1,4 @@
-"""The context of a forward beside its inputs and its module: autocast, the default device, modes, context variables."""
+"""The context of a forward beside its inputs and its module: autocast, the default device of new tensors, and modes."""
 
 from __future__ import annotations
 

@@ -96,6 +96,11 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, CONSTANTS) or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
+def has_variables(function: Any) -> bool:
+    """Return whether a function reads variables of enclosing functions, which may hold a graph."""
+    return isinstance(function, FunctionType) and function.__code__.co_freevars not in ((), ("__class__",))
+
+
 def names_of(before: dict[str, Any], entries: dict[str, Any]) -> Iterator[str]:
     return (name for name in {**before, **entries} if name not in OF_MODULES)
 
@@ -107,8 +112,10 @@ def is_sharded(value: Any) -> bool:
 
 def waiting_value(name: str, value: Any) -> Any:
     """Return what can wait for the second run: the value, or a stand-in where much memory would wait with it."""
-    if value is ABSENT or is_constant(value) or isinstance(value, _FUNCTIONS):
+    if value is ABSENT or is_constant(value):
         return value
+    if isinstance(value, _FUNCTIONS):
+        return hidden_by_forward(name) if has_variables(value) else value
     if type(value) is partial:  # of a checkpoint function, as Transformers sets it
         inner = [value.func, *value.args, *value.keywords.values()]
         return value if all(waiting_value(name, part) is part for part in inner) else hidden_by_forward(name)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Mu
 from contextvars import copy_context
 from functools import lru_cache, partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -25,6 +25,7 @@ from actstore.recompute.attribute_values import (
     OF_MODULES,
     copy_of,
     has_same_content,
+    has_variables,
     hidden_by_code,
     is_constant,
     is_sharded,
@@ -32,13 +33,15 @@ from actstore.recompute.attribute_values import (
 )
 from actstore.recompute.forwards import InstanceForward
 from actstore.recompute.later import MAX_WAITING_LENGTH, recognizer
+from actstore.recompute.reached_entries import CellEntries, ClassEntries, ReachedEntries
 
 MAX_DEPTH = 4  # of objects in objects
 MAX_OBJECTS = 64  # of a region: each takes some microseconds of each forward
 _Entries = MutableMapping[str, Any]
 _Other = tuple[str, Any, int]  # a name, a value that is not plain, and its kind
 _LEAF, _PLAIN, _TENSOR, _GENERATOR, _CONTAINER, _FUNCTION, _OBJECT = range(7)
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "actstore", "numpy"}  # whose objects have states of their own
+_FRAMEWORKS = {"deepspeed", "accelerate", "lightning", "pytorch_lightning"}  # they count runs of modules
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "actstore", "numpy"} | _FRAMEWORKS
 
 
 class ReachedState:
@@ -80,7 +83,7 @@ class ReachedState:
         found = [change for each in self._plain if not each.is_current() for change in each.changes()]
         for each in self._others:
             now = each.entries.get(each.name, ABSENT)
-            if not (each.is_same(now) or is_sharded(now)):
+            if not (each.is_same(now) or is_sharded(now) or _is_distributed(now)):
                 was = each.waiting()
                 hidden = hidden_by_code(f"{each.owner}.{each.name}") if was is ABSENT else was
                 found.append((each.entries, each.name, hidden))
@@ -121,10 +124,10 @@ class ReachedState:
         elif len(self._plain) < MAX_OBJECTS:
             name = type(value).__name__
             self._visit_class(type(value))
-            self._visit_entries(vars(value), name, depth)
+            self._visit_entries(ReachedEntries(value), name, depth)
             if isinstance(value, Module):
-                self._visit_entries(value._parameters, name, depth)
-                self._visit_entries(value._buffers, name, depth)
+                self._visit_entries(ReachedEntries(value, attrgetter("_parameters")), name, depth)
+                self._visit_entries(ReachedEntries(value, attrgetter("_buffers")), name, depth)
 
     def _visit_class(self, kind: type) -> None:
         for each in _users_classes(kind):
@@ -133,7 +136,7 @@ class ReachedState:
                 state = _class_state(each)
                 if not state.is_current():
                     state.read()
-                self._plain.append(_PlainValues(state.entries, vars(each), state.plain))
+                self._plain.append(_PlainValues(state.entries, state.plain))
                 self._visit_others(state.entries, state.rest, each.__name__, 1)
 
     def _visit_function(self, function: Any, depth: int) -> None:
@@ -143,17 +146,17 @@ class ReachedState:
         if isinstance(function, partial):
             for value in (function.func, *function.args, *function.keywords.values()):
                 self._visit(value, _kind_of(type(value)), depth + 1)
-        elif _has_variables(function) and _is_users(function):
-            self._visit_entries(_CellEntries(function), function.__qualname__, depth)
+        elif has_variables(function) and _is_users(function):
+            self._visit_entries(CellEntries(function), function.__qualname__, depth)
 
-    def _visit_entries(self, entries: _Entries, owner: str, depth: int) -> None:
-        plain, rest = _split(entries)
-        self._plain.append(_PlainValues(entries, entries, plain))
+    def _visit_entries(self, entries: ReachedEntries, owner: str, depth: int) -> None:
+        plain, rest = _split(entries.view())
+        self._plain.append(_PlainValues(entries, plain))
         self._visit_others(entries, rest, owner, depth)
 
     def _visit_others(self, entries: _Entries, others: Iterable[_Other], owner: str, depth: int) -> None:
         for name, value, kind in others:
-            if kind not in (_FUNCTION, _GENERATOR):
+            if kind != _GENERATOR and not _is_distributed(value):
                 self._others.append(_Known(entries, name, owner, *_recognizer(name, value, kind)))
             if kind > _TENSOR:
                 self._visit(value, kind, depth + 1)
@@ -164,34 +167,36 @@ class _PlainValues(NamedTuple):
 
     Attributes
     ----------
-    view : of all entries, to read
     plain : the values
     names : of all entries, when forward ended; None before
     """
 
-    entries: _Entries
-    view: Mapping[str, Any]
+    entries: ReachedEntries
     plain: dict[str, Any]
     names: tuple[str, ...] | None = None
 
     def is_current(self) -> bool:
-        same = all(map(is_, map(self.view.get, self.plain, repeat(ABSENT)), self.plain.values()))
-        return same and (self.names is None or len(self.names) == len(self.view))
+        """Return whether the values are the same now, and no entry is new; or the owner is gone."""
+        view = self.entries.view()
+        same = all(map(is_, map(view.get, self.plain, repeat(ABSENT)), self.plain.values()))
+        return (same and (self.names is None or len(self.names) == len(view))) or self.entries.are_gone
 
     def of_now(self) -> _PlainValues:
         """Return the values that are the same now, with all names of now."""
-        plain = self.plain
+        plain, view = self.plain, self.entries.view()
         if not self.is_current():
-            plain = {name: was for name, was in plain.items() if self.view.get(name, ABSENT) is was}
-        return _PlainValues(self.entries, self.view, plain, tuple(self.view))
+            plain = {name: was for name, was in plain.items() if view.get(name, ABSENT) is was}
+        return _PlainValues(self.entries, plain, tuple(view))
 
     def changes(self) -> Iterator[tuple[_Entries, str, Any]]:
         """Yield the entries that are other ones now, with the values before."""
+        view = self.entries.view()
         for name, was in self.plain.items():
-            if self.view.get(name, ABSENT) is not was:
+            if view.get(name, ABSENT) is not was:
                 yield self.entries, name, was
-        for name in () if self.names is None else {*self.view} - {*self.names}:
-            yield self.entries, name, ABSENT
+        for name in () if self.names is None else {*view} - {*self.names}:
+            if not name.startswith("__"):  # Python adds annotations to a class where these are read
+                yield self.entries, name, ABSENT
 
 
 class _Known(NamedTuple):
@@ -210,37 +215,13 @@ class _Known(NamedTuple):
     waiting: Callable[[], Any]
 
 
-class _ClassEntries(MutableMapping[str, Any]):
-    """The attributes of a class."""
-
-    __slots__ = ("_class",)
-
-    def __init__(self, kind: type) -> None:
-        self._class = kind
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._class)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._class, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._class, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self._class))
-
-    def __len__(self) -> int:
-        return len(vars(self._class))
-
-
 class _ClassState:
     """The attributes of a class, sorted: read again after a change."""
 
     __slots__ = ("_values", "_view", "entries", "plain", "rest")
 
     def __init__(self, kind: type) -> None:
-        self.entries, self._view = _ClassEntries(kind), vars(kind)
+        self.entries, self._view = ClassEntries(kind), vars(kind)
         self.read()
 
     def read(self) -> None:
@@ -250,33 +231,6 @@ class _ClassState:
     def is_current(self) -> bool:
         """Return whether the attributes are those that were read."""
         return len(self._view) == len(self._values) and all(map(is_, self._view.values(), self._values))
-
-
-class _CellEntries(MutableMapping[str, Any]):
-    """The variables of enclosing functions that a function reads."""
-
-    __slots__ = ("_cells",)
-
-    def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:  # not assigned yet
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._cells if self.get(name, ABSENT) is not ABSENT])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 @lru_cache(maxsize=4096)
@@ -314,7 +268,7 @@ def _class_state(kind: Any) -> _ClassState:
 def _split(
     entries: Mapping[str, Any], left_out: Container[str] = OF_MODULES - {"training"}
 ) -> tuple[dict[str, Any], list[_Other]]:
-    """Return the plain values among entries, and the rest: with functions that read variables around them."""
+    """Return the plain values among entries, and the rest. Functions are plain that read no variables around them."""
     kinds = [*map(_kind_of, map(type, entries.values()))]
     if set(kinds) == {_PLAIN}:
         return dict(entries), []
@@ -323,16 +277,12 @@ def _split(
     for (name, value), kind in zip(entries.items(), kinds, strict=True):
         if kind == _LEAF or name in left_out:
             continue
-        if kind in (_PLAIN, _FUNCTION) or (kind == _CONTAINER and is_constant(value)):
+        is_function = isinstance(value, FunctionType) and not has_variables(value)
+        if kind == _PLAIN or is_function or (kind == _CONTAINER and is_constant(value)):
             plain[name] = value
-        if (kind == _FUNCTION and _has_variables(value)) or name not in plain:
+        else:
             rest.append((name, value, kind))
     return plain, rest
-
-
-def _has_variables(function: Any) -> bool:
-    """Return whether a function may read variables of enclosing functions. Of partials and methods, it may."""
-    return getattr(function, "__closure__", function) is not None
 
 
 def _parts(value: Any) -> Sequence[Any]:
@@ -371,6 +321,11 @@ def _recognizer(name: str, value: Any, kind: int) -> tuple[Callable[[Any], bool]
         return lambda now: type(now) is type(was) and has_same_content(now, was), partial(copy_of, was)
     is_it, known = recognizer(value), _versions_in(value)
     return lambda now: is_it(now) and _are_unwritten(known, now), _nothing
+
+
+def _is_distributed(value: Any) -> bool:
+    """Return whether a value is a DTensor: FSDP2 puts these into modules, and takes them away."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def _waiting_tensor(tensor: Tensor, version: int) -> Any:

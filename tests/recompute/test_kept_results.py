@@ -532,7 +532,9 @@ def test_writes_that_no_version_tells(build, decision):
 
 
 def test_a_region_that_goes_another_way():
-    ways = [lambda lin, other, x: lin(x).sin(), lambda lin, other, x: other(torch.bmm(x, x.transpose(1, 2)) @ x).sin()]
+    ways = Runs()
+    ways.append(lambda lin, other, x: lin(x).sin())
+    ways.append(lambda lin, other, x: other(torch.bmm(x, x.transpose(1, 2)) @ x).sin())
 
     def go(*args):
         return ways[0](*args)

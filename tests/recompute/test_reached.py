@@ -354,6 +354,34 @@ def test_what_forward_itself_changes_in_an_object_is_left_alone():
     assert config.rate == 4.0
 
 
+@pytest.mark.parametrize("decision", ["recompute", "recompute(segment=2)"])
+def test_what_a_region_reaches_may_hold_its_graph(decision):
+    """In forwards without a backward: an object, a closure and a context variable, which are gone afterwards."""
+    model = nn.Sequential(*(Scaled(lambda module: module.config.rate * module.scale()) for _ in range(2)))
+    store = ActivationStore(model, f"[0-9] : {decision}", min_bytes=0)
+
+    def reads(rows):
+        return lambda: 1.0 + 0 * len(rows)
+
+    def check():
+        for _ in range(3):
+            config, kept = Config(), []
+            for block in model:
+                block.config, block.scale = config, reads(kept)
+            CONFIG.set(config)
+            with store:
+                config.inner = model(torch.randn(5, WIDTH))
+                kept.append(config.inner)
+            config.table = config.inner * 2
+        CONFIG.set(None)
+        for block in model:
+            del block.config, block.scale
+
+    with gc_off():
+        copy_context().run(check)
+        check_drained(store)
+
+
 @pytest.mark.parametrize("where", ["nested", "dataclass", "closure", "deque"])
 def test_generators_in_objects_and_in_containers_of_containers(where):
     def run(policy):
