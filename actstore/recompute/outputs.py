@@ -183,10 +183,11 @@ def own_copy(tensor: Tensor) -> Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return own_copy(tensor)
-    layout = layout_of(tensor.shape, tensor.stride())
-    if is_plain(tensor) and (layout.dense or layout.span <= _SPARE * tensor.numel()):
-        start = int(tensor.storage_offset())
-        return storage_view(tensor, start, layout.span).clone().as_strided(tensor.shape, tensor.stride())
+    if is_plain(tensor):
+        layout = layout_of(tensor.shape, tensor.stride())
+        if layout.dense or layout.span <= _SPARE * tensor.numel():
+            start = int(tensor.storage_offset())
+            return storage_view(tensor, start, layout.span).clone().as_strided(tensor.shape, tensor.stride())
     return tensor.detach().clone()
 
 

@@ -19,6 +19,7 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
+from actstore.model.parametrizations import CachedWeights
 from actstore.model.surroundings import Surroundings
 from actstore.model.switches import Switches
 from actstore.model.weights import Weights
@@ -76,6 +77,7 @@ class RegionCall:
         "__weakref__",
         "account",
         "attributes",
+        "cached",
         "chain",
         "decisions",
         "form",
@@ -134,6 +136,7 @@ class RegionCall:
         self.parts: RegionParts | None = None
         self.saved_nbytes = 0  # saved by autograd in the first run, without the inputs
         self.unsettled = False
+        self.cached = CachedWeights()
 
     def carries(self) -> Iterator[Carry]:
         """Yield the inputs that other calls of the chain have returned."""
@@ -230,7 +233,7 @@ class RegionCall:
         The same holds for the states of generators, the default device, and PyTorch's switches.
         """
         weights, generators = self.weights.again(), self.generators.again()
-        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound():
+        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound(), self.cached.again():
             weights.rewind()
             try:
                 generators.rewind()
