@@ -29,6 +29,7 @@ from actstore.autograd.unpack import unpack
 from actstore.base.caller import stacklevel
 from actstore.base.note import CACHED
 from actstore.base.tracing import is_traced
+from actstore.errors import MutationError
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -43,6 +44,7 @@ class _Followed(local):
     fresh: list[Any] | None = None  # objects that the running operator's results are cached in
 
 
+_MUTATED = "Tensor cached during selective activation checkpoint has been mutated"  # as PyTorch says it
 _thread = _Followed()
 _lock = Lock()
 _installed = False
@@ -171,7 +173,11 @@ def _read(entry: Any, allow_cache_entry_mutation: bool) -> Any:
     with _unseen(handle):
         # As PyTorch does where it caches: otherwise aliases have version counters of their own.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            tensor = unpack(handle)
+            try:
+                tensor = unpack(handle)
+            except MutationError as error:
+                error.add_context(_MUTATED)
+                raise
         return tensor.detach()  # an alias that autograd knows nothing of, as of what an operator returns
 
 

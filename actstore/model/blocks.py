@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList, Sequential
@@ -83,7 +84,8 @@ def _outermost_of(module: Module, lists: set[Module], kinds: set[Hashable]) -> I
 
 def _kind(module: Module) -> Hashable:
     """Return a module's class; for a plain list the shapes of its parameters, too, as its class says nothing."""
-    shapes = (None if is_lazy(each) else each.shape for each in module.parameters())  # type: ignore[redundant-expr]
+    weights: Iterable[Any] = module.parameters()
+    shapes = (None if is_lazy(each) else each.shape for each in weights)
     return type(module), tuple(shapes) if _is_plain(module) else ()
 
 

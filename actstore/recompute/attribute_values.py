@@ -64,6 +64,14 @@ def hidden_by_part(module: Module, name: str) -> HiddenAttribute:
     )
 
 
+def hidden_by_region(part: str) -> HiddenAttribute:
+    """Return the stand-in for an output of an excepted part that the region did not read in its first run."""
+    return HiddenAttribute(
+        f"part={part}: the second run of the region around it reads an output that the first run did not read. Give "
+        "what has changed since to the module as an argument, or leave the part's rule out."
+    )
+
+
 def hidden_by_forward(name: str) -> HiddenAttribute:
     """Return the stand-in for an earlier value that could not wait for the second run."""
     return HiddenAttribute(

@@ -8,6 +8,7 @@ later runs   the part gives its output back, and leaves random generators as it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
 from actstore.recompute.running import FirstRun, LaterRun, current, first_runs
+from actstore.recompute.unread import OutputReads
 
 
 class ExceptedPart(ForwardWrapper):
@@ -68,6 +70,8 @@ class ExceptedPart(ForwardWrapper):
                 run.parts.weights.run_again(self.modules)
             return forward(*args, **kwargs)
         leaves, _ = flatten(args, kwargs)
+        if isinstance(run, FirstRun) and run.reads is not None:
+            run.reads.note(leaves)
         if isinstance(run, LaterRun):
             later: ExceptedCall = run.next(self)
             return later.again(leaves, run)
@@ -123,7 +127,7 @@ class ExceptedCall:
     effects : what it has left in attributes of its modules
     """
 
-    __slots__ = ("_output", "_packs", "_states", "_views", "effects", "part")
+    __slots__ = ("_output", "_packs", "_states", "_views", "_watched", "effects", "part")
 
     def __init__(self, part: ExceptedPart) -> None:
         self.part = part
@@ -132,6 +136,7 @@ class ExceptedCall:
         self._states: list[tuple[GeneratorAccess, Any]] = []
         self._output: PartOutput | None = None
         self._packs = 0
+        self._watched: list[list[int]] = []  # identities of the tensors over each payload of several
 
     def first(self, leaves: list[Any], run: FirstRun, forward: Callable[[], Any]) -> Any:
         """Run the part.
@@ -147,7 +152,8 @@ class ExceptedCall:
         unpack: Callable[[Any], Tensor] = run.parts.unpack
         if unpack is not reading.unpack:
             unpack = _reading(unpack)
-        with saved_tensors_hooks(self._packing(leaves, run, kept), unpack), run.paused():
+        unseen = nullcontext() if run.reads is None else run.reads.paused()
+        with saved_tensors_hooks(self._packing(leaves, run, kept), unpack), run.paused(), unseen:
             output = forward()
         after = generators.now()
         self._states = [
@@ -159,6 +165,10 @@ class ExceptedCall:
             raise _writes(self.part)
         with run.paused():  # rules of the region do not see operators of codecs and checksums
             self._output = PartOutput(self.part.name, output, leaves, self._storing(run, kept))
+        if run.reads is not None:
+            tensors = self._output.watched(output)
+            run.reads.watch(each for group in tensors for each in group)
+            self._watched = [[id(each) for each in group] for group in tensors]
         self._packs = run.count()
         return output
 
@@ -222,6 +232,13 @@ class ExceptedCall:
         """Note that the region has run, and has saved so many tensors."""
         if packs == self._packs and not replays:
             self._output = None  # recomputations end before it
+
+    def drop_unread(self, reads: OutputReads) -> bool:
+        """Drop what the region has not read of the output. Return whether the output has several payloads."""
+        for number, identities in enumerate(self._watched):
+            if self._output is not None and not reads.has_read(identities):
+                self._output.drop(number)
+        return bool(self._watched)
 
     def again(self, leaves: list[Any], run: LaterRun) -> Any:
         """Return the output for a later run of the region."""

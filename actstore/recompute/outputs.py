@@ -16,6 +16,7 @@ from actstore.base.layout import layout_of, storage_view
 from actstore.base.storage import storages_of, without_memory
 from actstore.base.trees import flatten
 from actstore.errors import StateError
+from actstore.recompute.attribute_values import hidden_by_region
 from actstore.recompute.running import LaterRun
 
 _SPARE = 4  # a copy holds the gaps of a view where the span is at most this many times the elements
@@ -87,13 +88,15 @@ class PartOutput:
     StateError : the output holds what cannot be given to a later run
     """
 
-    __slots__ = ("_form", "_leaves", "_payloads", "_same")
+    __slots__ = ("_form", "_leaves", "_part", "_payloads", "_positions", "_same")
 
     def __init__(self, part: str, output: Any, arguments: Sequence[Any], pack: Callable[[Tensor], Any]) -> None:
         leaves, self._form = tree_flatten(output)
+        self._part = part
+        self._positions: list[list[int]] = []  # of the leaves of each payload
         self._leaves: list[Any] = []
         self._same: dict[int, int] = {}
-        self._payloads: list[OutputPayload] = []
+        self._payloads: list[OutputPayload | None] = []
         first: dict[int, int] = {}
         groups: dict[int, list[int]] = {}  # leaves by the storage under them
         given = {arg.untyped_storage()._cdata: i for i, arg in reversed([*enumerate(arguments)]) if is_plain(arg)}
@@ -120,6 +123,7 @@ class PartOutput:
     def _put(self, part: str, leaves: list[Tensor], positions: list[int], pack: Callable[[Tensor], Any]) -> None:
         """Store the tensors over one storage."""
         number = len(self._payloads)
+        self._positions.append(positions)
         if len(leaves) == 1:
             self._payloads.append(OutputPayload(leaves[0], leaves, pack))
             self._leaves[positions[0]] = OutputLeaf(number, -1, None, leaves[0].requires_grad)
@@ -135,13 +139,25 @@ class PartOutput:
         for i, leaf in zip(positions, leaves, strict=True):
             self._leaves[i] = OutputLeaf(number, -1, _view(leaf, start), leaf.requires_grad)
 
+    def watched(self, output: Any) -> list[list[Tensor]]:
+        """Return the tensors over each payload, where there are several: the region may read some alone."""
+        leaves = tree_flatten(output)[0] if len(self._payloads) > 1 else []
+        return [[leaves[i] for i in positions] for positions in self._positions] if leaves else []
+
+    def drop(self, payload: int) -> None:
+        """Drop a payload that the region has not read."""
+        self._payloads[payload] = None
+
     def again(self, arguments: Sequence[Any], run: LaterRun) -> Any:
         """Return the output for a later run, whose part was given these arguments."""
-        payloads = [payload.read(run) for payload in self._payloads]
+        payloads = [None if payload is None else payload.read(run) for payload in self._payloads]
         leaves = list(self._leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, OutputLeaf):
-                base = arguments[leaf.argument] if leaf.payload is None else payloads[leaf.payload]
+                if leaf.payload is not None and payloads[leaf.payload] is None:
+                    leaves[i] = hidden_by_region(self._part)
+                    continue
+                base: Any = arguments[leaf.argument] if leaf.payload is None else payloads[leaf.payload]
                 if base.requires_grad and not leaf.requires_grad:
                     base = base.detach()
                 if leaf.view is not None:
@@ -183,10 +199,11 @@ def own_copy(tensor: Tensor) -> Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return own_copy(tensor)
-    layout = layout_of(tensor.shape, tensor.stride())
-    if is_plain(tensor) and (layout.dense or layout.span <= _SPARE * tensor.numel()):
-        start = int(tensor.storage_offset())
-        return storage_view(tensor, start, layout.span).clone().as_strided(tensor.shape, tensor.stride())
+    if is_plain(tensor):
+        layout = layout_of(tensor.shape, tensor.stride())
+        if layout.dense or layout.span <= _SPARE * tensor.numel():
+            start = int(tensor.storage_offset())
+            return storage_view(tensor, start, layout.span).clone().as_strided(tensor.shape, tensor.stride())
     return tensor.detach().clone()
 
 

@@ -19,6 +19,7 @@ from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
+from actstore.model.parametrizations import CachedWeights
 from actstore.model.surroundings import Surroundings
 from actstore.model.switches import Switches
 from actstore.model.weights import Weights
@@ -77,6 +78,7 @@ class RegionCall:
         "__weakref__",
         "account",
         "attributes",
+        "cached",
         "chain",
         "context",
         "decisions",
@@ -138,6 +140,7 @@ class RegionCall:
         self.parts: RegionParts | None = None
         self.saved_nbytes = 0  # saved by autograd in the first run, without the inputs
         self.unsettled = False
+        self.cached = CachedWeights()
 
     def carries(self) -> Iterator[Carry]:
         """Yield the inputs that other calls of the chain have returned."""
@@ -235,7 +238,7 @@ class RegionCall:
         switches.
         """
         weights, generators = self.weights.again(), self.generators.again()
-        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound():
+        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound(), self.cached.again():
             weights.rewind()
             try:
                 generators.rewind()

@@ -17,6 +17,7 @@ from actstore.model.weights import Weights
 from actstore.recompute.attributes import Effects, hidden
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.modes import Mode
+from actstore.recompute.unread import OutputReads
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -42,6 +43,9 @@ class PartCall(Protocol):
 
     def ended(self, packs: int, *, replays: bool) -> None:
         """Note that the region has run, and has saved so many tensors."""
+
+    def drop_unread(self, reads: OutputReads) -> bool:
+        """Drop what the region has not read of the output. Return whether the output has several payloads."""
 
 
 class ResultCall(Protocol):
@@ -142,9 +146,10 @@ class FirstRun(RegionRun):
     pack : the hook around the region, which is the store's, or one that was entered inside of that
     count : returns how many tensors the region has saved so far
     replays : whether later runs may be for the region's output
+    reads : sees which outputs of excepted parts the region reads; None where all are kept
     """
 
-    __slots__ = ("count", "pack", "replays", "scope")
+    __slots__ = ("count", "pack", "reads", "replays", "scope")
 
     def __init__(
         self,
@@ -154,9 +159,11 @@ class FirstRun(RegionRun):
         count: Callable[[], int],
         *,
         replays: bool,
+        watches: bool = False,
     ) -> None:
         super().__init__(parts)
         self.replays = replays
+        self.reads = OutputReads() if watches and not replays else None
         self.scope = scope
         self.pack = pack
         self.count = count
@@ -164,9 +171,17 @@ class FirstRun(RegionRun):
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _first_runs.add(self)
         try:
-            return super().run(forward, *args, **kwargs)
+            if self.reads is None:
+                return super().run(forward, *args, **kwargs)
+            with self.reads:
+                return super().run(forward, *args, **kwargs)
         finally:
             _first_runs.discard(self)
+
+    def drop_unread(self) -> bool:
+        """Drop outputs of parts that the region has not read. Return whether a part has an output of several."""
+        reads, self.reads = self.reads, None
+        return reads is not None and sum(call.drop_unread(reads) for call in self.parts.calls) > 0
 
 
 class LaterRun(RegionRun):

@@ -45,6 +45,7 @@ from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
 from actstore.recompute.settings import ModuleSettings
+from actstore.recompute.unread import compiles
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
@@ -119,6 +120,7 @@ class Wrapped(ForwardWrapper):
         parts = [part for part in module.modules() if part is not module]
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
         self._lazy = _is_lazy(module)
+        self._watches = True  # which outputs of parts the region reads: the first call tells whether one has several
         self._lengths: dict[int, int] = {}
         self._writes = WriteHistory()
         self._settings: ModuleSettings | None = None  # in the last call
@@ -154,7 +156,9 @@ class Wrapped(ForwardWrapper):
         hooks = FirstHooks(scope, call, self._diverged)
         begun: FirstRun | None = None
         if call.parts is not None:
-            begun = FirstRun(call.parts, scope, pack, lambda: hooks.packs, replays=call.chain is not None)
+            watches = self._watches and not (self._compiled or compiles())
+            replays = call.chain is not None
+            begun = FirstRun(call.parts, scope, pack, lambda: hooks.packs, replays=replays, watches=watches)
         if call.chain is not None:
             tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             hooks.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -167,6 +171,8 @@ class Wrapped(ForwardWrapper):
             call.given = None
             tracker.unwind(depth)  # after an interrupt, inner calls are still on the stack
         call.ended(hooks.packs)
+        if begun is not None and begun.reads is not None:
+            self._watches = begun.drop_unread()
         call.weights = calls.weights[self] = call.weights.one_of(calls.weights.get(self))
         if call.decisions is not None:
             calls.offers.add(call.decisions)

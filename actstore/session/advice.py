@@ -178,6 +178,12 @@ def _by_rule(f: StepFigures) -> str:
         return f"were kept, because the policy function returned Keep(); return {tier}, which is exact."
     rule = f"{f.rule_pattern} : {f.rule_decision}"
     most = "" if f.rule_bytes == f.kept_by_rule else f", {format_nbytes(f.rule_bytes)} of them"
+    if f.rule_decision.startswith("recompute") and f.around_layers:
+        rules = "; ".join(f"{name} : {f.rule_decision}" for name in f.around_layers)
+        return (
+            f"were kept{most}: `{rule}` recomputes the model's blocks, which are single layers here, and the inputs of "
+            f"these are what plain training saves; name the modules around them: `{rules}`."
+        )
     if f.rule_decision.startswith("recompute"):
         return (
             f"were kept{most} because `{rule}` recomputes the model's blocks, and these are not in them; write "

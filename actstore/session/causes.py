@@ -28,6 +28,7 @@ class Request:
     hidden : names of modules that ran inside a checkpoint of the model's own, and that a rule names
     named : names of the modules in the model
     runs : False where the store has a model that has not run
+    around_layers : as in `StepFigures`
     """
 
     policy: Policy
@@ -37,6 +38,7 @@ class Request:
     hidden: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
     runs: bool = True
+    around_layers: tuple[str, ...] = ()
 
 
 def request_of(
@@ -99,6 +101,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         hidden_rules=hidden_rules,
         hidden_modules=hidden_modules,
         unseen_rules=() if ledger.compiled else _unseen(request, accounts),
+        around_layers=request.around_layers,
         outside=0 if request.runs else _sum((each for each in accounts if not each.site.name), _saved),
         kept_small=_sum(groups.small, _saved),
         min_bytes=circumstances.min_nbytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class StoreFigures:
         runs = self._model is None or any(place.has_run for place in places)
         named = tuple(place.name for place in places)
         request = request_of(self._fitted.policy, self._controller, self.plan, hidden, named, runs=runs)
+        request = replace(request, around_layers=self._fitted.around_layers)
         process = None
         if circumstances.on_host:
             optimizers = [] if self._optimizers is None else self._optimizers.find()

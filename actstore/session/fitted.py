@@ -13,7 +13,7 @@ from actstore.autograd.compiled import NamedCall
 from actstore.autograd.tracker import ModuleSites
 from actstore.base.ledger import Ledger
 from actstore.errors import PolicyError
-from actstore.model.blocks import repeated_blocks
+from actstore.model.blocks import has_forward, repeated_blocks
 from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
 from actstore.policy.operators import COLLECTIVE
@@ -102,6 +102,16 @@ class Fitted:
             self._wrapped = self._wrap()
             for name in self._compiled:
                 self.leave_to_graphs(name)
+
+    @property
+    def around_layers(self) -> tuple[str, ...]:
+        """Names of the modules around the recomputed ones, where each of these is a single layer."""
+        regions = {each.name for each in self._wrapped if isinstance(each, Wrapped)}
+        names = {place.name: module for module, place in self.places.items()}
+        if any(next(names[name].children(), None) is not None for name in regions if name in names):
+            return ()
+        around = dict.fromkeys(name.rpartition(".")[0] for name in regions)
+        return tuple(name for name in names if name and name in around and has_forward(names[name]))
 
     def leave_to_graphs(self, name: str) -> None:
         """Wrap no module in `name`, because compiled graphs recompute what the policy says."""

@@ -26,6 +26,7 @@ class StepFigures:
     hidden_modules : number of the modules of these rules
     unseen_rules : rules of the user whose modules saved nothing
     outside : bytes saved outside of the model that the store was made with
+    around_layers : modules around the recomputed ones, where these are single layers
     kept_small : bytes kept because the tensor is smaller than `min_bytes`
     min_bytes : that limit
     kept_no_room : bytes kept because no tier of the ladder had room
@@ -74,6 +75,7 @@ class StepFigures:
     hidden_modules: int = 0
     unseen_rules: tuple[str, ...] = ()
     outside: int = 0
+    around_layers: tuple[str, ...] = ()
     kept_small: int = 0
     min_bytes: int = 0
     kept_no_room: int = 0

@@ -124,9 +124,8 @@ def test_an_outer_store_that_does_nothing_is_refused(policy):
                 loss = model(*batch).sum()
         assert info.value.inner is inner
         loss.backward()
-    with outer:
-        with torch.no_grad(), inner:
-            model(*batch)
+    with outer, torch.no_grad(), inner:
+        model(*batch)
     with outer, inner:
         pass
 

@@ -968,3 +968,18 @@ def test_sampled_errors():
     for _ in range(3):
         step(model, store)
     assert any(site.error for site in store.report().sites if ".part" in site.site)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_part_that_returns_a_jagged_tensor():
+    def gradients(policy):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+        parts = [torch.randn(3, WIDTH), torch.randn(2, WIDTH)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        with ActivationStore(model, policy, min_bytes=0):
+            loss = model(x).values().square().sum()
+        loss.backward()
+        return [weight.grad for weight in model.parameters()]
+
+    check_same(gradients("0.0 : keep; 0 : recompute"), gradients("keep"))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,3 +213,36 @@ def test_the_second_run_makes_tensors_on_the_device_of_the_first(decision):
     assert torch.get_default_device().type == "cpu"
     check_same(found, wanted)
     assert {device for block in model for device in block.seen} == {"cpu"}
+
+
+class Tanh(nn.Module):
+    def forward(self, weight):
+        return weight.tanh()
+
+
+@pytest.mark.parametrize("around", ["the region", "the store"])
+@pytest.mark.parametrize("decision", RECOMPUTE)
+def test_a_second_run_computes_the_parametrizations_that_the_first_computed(decision, around):
+    def gradients(policy):
+        torch.manual_seed(0)
+        model, x = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))),
+            torch.randn(3, WIDTH),
+        )
+        for block in model:
+            parametrize.register_parametrization(block[0], "weight", Tanh())
+        store = ActivationStore(model, policy, min_bytes=0)
+        if around == "the store":
+            with parametrize.cached(), store:
+                loss = (model(x) * model(x.cos())).sum()
+        else:
+            with store, parametrize.cached():
+                loss = (model(x) * model(x.cos())).sum()
+        with parametrize.cached():  # of another forward
+            model(x)
+            cache = dict(parametrize._cache)
+            loss.backward()
+            assert parametrize._cache == cache
+        return [weight.grad for weight in model.parameters()]
+
+    check_same(gradients(f"[0-9] : {decision}"), gradients("keep"))

@@ -57,6 +57,14 @@ BYTES = {
         "are in tensors below min_bytes=256.0 KiB, which are kept; set min_bytes=0 or smaller, or use larger batches.",
         [{"kept_small": 9 * MIB}],
     ),
+    "blocks of one layer": Case(
+        {"kept_by_rule": HALF, "rule_bytes": HALF, "rule_pattern": "*", "rule_decision": "recompute"}
+        | {"around_layers": ("features", "classifier")},
+        "were kept: `* : recompute` recomputes the model's blocks, which are single layers here, and the inputs of "
+        "these are what plain training saves; name the modules around them: `features : recompute; classifier : "
+        "recompute`.",
+        [{"around_layers": ()}, {"rule_decision": "int8"}],
+    ),
     "no room on disk": Case(
         ROOM, "found no room in disk and were kept; raise Disk(budget=1.0 MiB).", [{"kept_no_room": 9 * MIB}]
     ),

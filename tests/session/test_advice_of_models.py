@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from dataclasses import replace
+from itertools import pairwise
 from threading import Event
 from typing import Any
 
@@ -325,6 +326,34 @@ class Flat(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ self.weight)
+
+
+def layers(*widths: int) -> nn.Sequential:
+    pairs = ((nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths))
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
+class Lists(nn.Module):
+    """Lists of single layers, as in AlexNet and VGG."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.classifier = layers(64, 64, 64, 64), layers(64, 64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.classifier(self.features(x).tanh())
+        return found
+
+
+def test_blocks_of_one_layer_save_nothing() -> None:
+    model = Lists()
+    report = step(ActivationStore(model, "recompute", min_bytes=0), model)
+    text = next(text for text in report.advice if "single layers" in text)
+    policy = CODE.findall(text)[-1]
+    assert policy == "features : recompute; classifier : recompute"
+    better = step(ActivationStore(model, policy, min_bytes=0), model)
+    assert better.held_bytes < 0.6 * report.held_bytes
+    assert not any("single layers" in text for text in better.advice)
 
 
 def test_a_model_without_modules_has_run() -> None:
