@@ -35,14 +35,13 @@ from actstore.codecs.side import Side
 # Nodes that save their result, and pass a gradient where it is above 0.
 _BY_RESULT = frozenset(
     {
-        "ReluBackward0", "LeakyReluBackward1", "EluBackward1", "CeluBackward1", "RreluWithNoiseBackward1",
-        "ThresholdBackward1",
+        "ReluBackward0", "EluBackward1", "CeluBackward1", "RreluWithNoiseBackward1", "ThresholdBackward1",
     }
 )  # fmt: skip
 # By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
 _BY_SIGN = frozenset(
     {
-        "abs", "absolute", "prelu", "prelu_kernel", "elu", "selu", "celu", "logsigmoid", "i0e", "i1e",
+        "abs", "absolute", "prelu", "prelu_kernel", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "i0e", "i1e",
         # They divide by it: a small number that comes back as zero gives infinity.
         "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div",
         "cosine_similarity", "addcdiv", "prod", "cumprod", "vander",
@@ -54,7 +53,7 @@ _BY_VALUE = frozenset(
         "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin",
         "scatter_reduce", "index_reduce", "segment_reduce", "pdist", "pairwise_distance", "dist", "cdist", "renorm",
         "norm", "vector_norm", "matrix_norm", "corrcoef", "copysign", "nextafter", "remainder", "fmod", "%",
-        "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+        "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "relu6", "hardsigmoid", "hardswish",
         # A small error crosses a pole of their slopes, or grows exponentially.
         "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
         "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "binary_cross_entropy", "logsumexp",
@@ -255,7 +254,8 @@ def _reader(tensor: Tensor) -> tuple[str, Need | _Guess]:
             return "", ""
         function = frame.f_locals["cls"]
         return _CHECKPOINT if _runs_again(function) else str(function.__name__), need
-    if (need != EXACT and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
+    of_input = need != EXACT and not isinstance(need, Side)  # a result lies on the side of its input
+    if (of_input and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name
     return type(frame.f_locals["self"]).__name__ if name == "forward" else name, need
@@ -273,6 +273,16 @@ def _is_in_graph() -> bool:
 
 def _is_result(tensor: Tensor) -> bool:
     """Return whether `tensor` is the result of the operator that saves it; later operators share the payload."""
+    return _is_made_now(tensor) and not _is_overwritten(tensor)
+
+
+def _is_overwritten(tensor: Tensor) -> bool:
+    """Return whether `tensor` is the copy of an input that the operator that saves it overwrites: a copy saves none."""
+    node: Any = tensor.grad_fn
+    return _is_made_now(tensor) and node.name() == "CloneBackward0"
+
+
+def _is_made_now(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
     return node is not None and node._sequence_nr() == _get_sequence_nr() - 1
 

@@ -32,6 +32,12 @@ CASES = {
     "relu_": lambda x: F.relu(x, inplace=True),
     "torch.relu": torch.relu,
     "a view of relu": lambda x: torch.relu(x).view(-1),
+    "hardtanh in place": lambda x: F.hardtanh(x, inplace=True),
+    "relu6 in place": lambda x: F.relu6(x, inplace=True),
+    "leaky_relu in place": lambda x: F.leaky_relu(x, inplace=True),
+    "hardsigmoid in place": lambda x: F.hardsigmoid(x, inplace=True),
+    "threshold in place": lambda x: F.threshold(x, 0.3, 0.1, inplace=True),
+    "ReLU6 in place": nn.ReLU6(inplace=True),
 }
 CLAMP = partial(torch.clamp, min=0)
 NAMED = {  # what a model calls itself
@@ -73,6 +79,8 @@ NAMED = {  # what a model calls itself
     "in a variable": lambda x, f=torch.clamp: f(x, 0),
     "a partial in a variable": lambda x, f=CLAMP: f(x),
     "of torch.ops": lambda x: torch.ops.aten.clamp(x, 0.1),
+    "leaky_relu of torch.ops": lambda x: torch.ops.aten.leaky_relu(x, 0.1),
+    "hardswish's kink, of torch.ops": lambda x: torch.ops.aten.hardswish(x),  # noqa: PLW0108
     "an overload": lambda x: torch.ops.aten.abs.default(x),  # noqa: PLW0108
 }
 UNNAMED = {  # in the source, whatever is called
@@ -345,6 +353,7 @@ def test_nothing_else_costs_bytes(function):
     [
         (F.hardswish, 2.0),
         (nn.Hardswish(), 2.0),
+        (nn.Hardswish(inplace=True), 2.0),
         (F.elu, 1.0),
         (nn.ELU(alpha=2.0), 2.0),
         (F.selu, 1.7581),
@@ -363,6 +372,17 @@ def test_slopes_are_off_by_half_a_level_of_as_many_bits(function, slope, policy,
     off = (found - expected)[x.isfinite()].abs()
     assert 0 < off.max() <= 0.5 * slope / (2**bits - 3) * 1.001 + 1e-6
     assert off[x[x.isfinite()] >= 3].max() == 0
+
+
+def test_an_activation_in_place_adds_its_bits_to_the_payload_of_its_result():
+    """What others read of the result need not keep signs for it."""
+    x = values(torch.float32)
+    x = x[x.isfinite()][:5000]
+    _, report = gradient(lambda x: F.leaky_relu(x, inplace=True).sin(), x, "int8")
+    assert [(site.stored_bytes, site.note) for site in report.sites] == [
+        (625, "1 bit an element, all that backward of leaky_relu reads"),
+        (5088, ""),
+    ]
 
 
 def test_what_has_no_room_for_levels_stays_exact_with_a_reason():
