@@ -109,6 +109,7 @@ class Scope:
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
                     if tensor.untyped_storage()._cdata not in parameters:
                         tracker.storages.adopt(tensor)
+                    encoder.before = _get_sequence_nr(), 0
                     if kind is not Parameter or not tensor.is_leaf:
                         return tensor.detach(), tensor._version, frame
                     if tensor.__dict__:
@@ -133,6 +134,7 @@ class Scope:
                     small[key] = nbytes
                     if len(small) == MAX_SMALL_PER_FRAME:
                         tracker.renew()
+                encoder.before = _get_sequence_nr(), 0
                 return tensor.detach(), tensor._version, frame
             key = storage._cdata
             if key in parameters:
@@ -167,7 +169,10 @@ class Scope:
         if parts is None:
             return None
         pack = self.pack_hook()  # a hook with a reference to itself would be a cycle
-        handles = {name: pack(part, tensor) for name, part in parts.items()}
+        before, handles = self._encoder.before, {}
+        for name, part in parts.items():
+            self._encoder.before = before  # for autograd, all parts are one tensor
+            handles[name] = pack(part, tensor)
         return Composite(alias, handles, Site(frame.place.name, SMALL_INDEX), self.allows_mutation())
 
     def allows_mutation(self) -> bool:
@@ -195,7 +200,8 @@ class Scope:
 
     def _place(self, saved: SavedTensor) -> Handle:
         """Return the handle of a tensor, where the policy decides. Autograd knows `outer` if the tensor is its part."""
-        tensor, frame, account, key, storage, _, outer = saved
+        tensor, frame, account, key, storage, nbytes, outer = saved
+        before, self._encoder.before = self._encoder.before, (_get_sequence_nr(), min(tensor.nbytes, nbytes))
         if _current_graph_task_id() != -1 and in_reentrant():
             account.count -= 1
             return tensor.detach(), tensor._version, frame
@@ -211,9 +217,9 @@ class Scope:
             target = decided
         if target is None:
             return self._keep(tensor, account, key, storage)
-        return self._encode_or_keep(saved, account, target)
+        return self._encode_or_keep(saved, account, target, before)
 
-    def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target) -> Handle:
+    def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target, before: tuple[int, int]) -> Handle:
         """Return the handle of a tensor whose target is a codec, by the verdict on it."""
         tensor, frame, _, key, storage, nbytes, outer = saved
         codec, tiers, protected, account.decision = target
@@ -227,7 +233,7 @@ class Scope:
         known = tensor if outer is None else outer
         exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
         excluded = "" if self._alone is None else self._encoder.excluded(account, key, self._alone)
-        facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None)
+        facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None, before)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)
         reason = verdict.reason
         if reason is WITHOUT_GRADIENT and COMPILER in modules and region_saves():

@@ -1,7 +1,8 @@
 """Random models under random policies, trained in random ways: all that training leaves is that of plain training.
 
 ``python -m tests.autograd.test_random_models --examples N`` draws N others, by seeds that it prints. With `--lossy` the
-policies are lossy: forward is that of plain training, and all that training leaves is the same whenever transfers end.
+policies are lossy: forward is that of plain training, and all that training leaves is finite where plain training's is,
+and the same whenever transfers end.
 """
 
 from __future__ import annotations
@@ -106,7 +107,13 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
     check_same(*found)
     if wanted is not None and not any(name in str(forest) for name in IN_FORWARD):
         check_same(found[0][0], wanted[0])  # the loss of the first step
+    if wanted is not None and is_finite(wanted):
+        assert is_finite(found[0]), "an infinity or a NaN that plain training does not have"
     counts["equal"] += 1
+
+
+def is_finite(found: list[Any]) -> bool:
+    return all(bool(each.isfinite().all()) for each in found if isinstance(each, Tensor))
 
 
 def check_dropped(forest: list[Tree], store: ActivationStore, way: str) -> None:
