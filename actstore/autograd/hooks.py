@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
-from actstore.autograd.derived import Derived, find_recipe, is_plain, note_norm
+from actstore.autograd.derived import Derived, find_recipe, is_masked, is_plain, note_norm
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.originals import return_originals
@@ -31,9 +31,9 @@ from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import is_whole
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
 from actstore.autograd.unpack import COMPILER, Handle, is_ours, turns
-from actstore.autograd.verdict import Facts, judge, note_of, why_unfit, why_unstorable
+from actstore.autograd.verdict import Facts, judge, mask_codec, note_of, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
-from actstore.base.note import FOLLOWED, Note
+from actstore.base.note import DERIVED, FOLLOWED, Note
 from actstore.base.spec import Site, Spec
 from actstore.base.storage import free_weak, hold_weak
 from actstore.base.tracing import is_traced
@@ -207,6 +207,8 @@ class Scope:
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
             if outer is None and not shares and (derived := self._derive(tensor, account, key, storage)) is not None:
                 return derived
+            if target is None and (codec := mask_codec(tensor)) is not None:
+                target = codec, DEVICE, True, decided.decision
         else:
             target = decided
         if target is None:
@@ -226,6 +228,10 @@ class Scope:
             return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         known = tensor if outer is None else outer
         exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
+        first = outer is None is frame.inputs and not codec.lossless and self.storages.is_new(key)
+        if first and is_masked(tensor) and (derived := self._derive(tensor, account, key, storage)):
+            account.note = DERIVED  # of a softmax, which stays exact, and the mask of dropout
+            return derived
         excluded = "" if self._alone is None else self._encoder.excluded(account, key, self._alone)
         facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)

@@ -121,6 +121,10 @@ class Storages:
         kept = self.kept.get(key)
         return kept is not None and kept() is not None
 
+    def is_new(self, key: int) -> bool:
+        """Return whether no handle has the storage or a payload of it."""
+        return key not in self.stored and not self.is_kept(key)
+
     def alive(self) -> Iterator[tuple[Any, int]]:
         """Yield the first handle of each stored storage that another owner than autograd still holds, and its bytes."""
         for key, stored in self.stored.items():
