@@ -23,6 +23,7 @@ INTEGERS = {
     torch.bfloat16: torch.int16,
 }
 HEAD_COUNT = 32  # elements that are looked at first
+CHUNK_COUNT = 1 << 16  # elements, which a cache holds
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,27 @@ class Pair(Codec):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Pair | None:
-        """Return the codec of a tensor in host memory; None where it has more than two values, or gaps.
+        """Return the codec of a tensor in host memory; None where it has one value, more than two, or gaps.
 
-        Most tensors with more values show them in their first elements. All elements are read of the rest.
+        Most tensors show more values in their first elements. All elements are read of the rest.
         """
         dense = tensor.dtype in INTEGERS and layout_of(tensor.shape, tensor.stride()).dense
         if not dense or not tensor.numel() or tensor.is_neg():
             return None
         bits = _bits(tensor)
-        if len(set(bits[:HEAD_COUNT].tolist())) > 2:
+        values = sorted(set(bits[:HEAD_COUNT].tolist()))
+        if len(values) == 1:
+            values = [int(value) for value in bits.aminmax()]
+        if len(values) > 2 or values[0] == values[1]:
             return None
-        low, high = bits.aminmax()
-        if not ((bits == low).logical_or_(bits == high)).all():
-            return None
-        return _pair(int(low), int(high))
+        found = _pair(*values)
+        return found if all(map(found._holds, bits.split(CHUNK_COUNT))) else None
+
+    def _holds(self, bits: torch.Tensor) -> bool:
+        """Return whether no element is a third value."""
+        if self.high - self.low > torch.iinfo(bits.dtype).max:
+            return bool(((bits == self.low) | (bits == self.high)).all())
+        return not any(torch.minimum(bits - self.low, self.high - bits).aminmax())  # faster than a comparison
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in INTEGERS
@@ -79,7 +87,9 @@ class Pair(Codec):
         check_buffers(self, out, buf, self.size(Spec.of(out)).nbytes, "decode", PayloadError)
         high = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
         PLANE.decode(buf, high)
-        _bits(out).fill_(self.low).masked_fill_(high, self.high)
+        bits = _bits(out).copy_(high)
+        span, half = self.high - self.low, torch.iinfo(bits.dtype).max + 1
+        bits.mul_((span + half) % (2 * half) - half).add_(self.low)  # modulo the size of an integer, as these are
 
 
 @lru_cache(maxsize=256)  # one object for each pair, by which routes know their codec

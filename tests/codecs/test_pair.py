@@ -24,7 +24,7 @@ def check_bits(tensor):
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 @pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1 / 0.9), (0.0, -0.0), (-0.0, 1.0), (float("-inf"), 0.0), (float("nan"), 1.0), (3.0, 3.0)]
+    ("low", "high"), [(0.0, 1 / 0.9), (0.0, -0.0), (-0.0, 1.0), (float("-inf"), 0.0), (float("nan"), 1.0), (-3.0, 2.0)]
 )
 def test_every_bit_comes_back(dtype, low, high):
     check_bits(mask(low, high, dtype))
@@ -38,7 +38,7 @@ def test_two_kinds_of_nan():
 def test_strides_and_sizes():
     tensor = mask(0.0, 2.0, torch.float32, (2, 3, 5, 4)).to(memory_format=torch.channels_last)
     check_bits(tensor)
-    check_bits(mask(0.0, 2.0, torch.float32, (1,)))
+    check_bits(mask(0.0, 2.0, torch.float32, (11,)))
     assert Pair.of(mask(0.0, 2.0, torch.float32, (4, 8))[:, ::2]) is None
     assert Pair.of(torch.empty(0)) is None
 
@@ -51,11 +51,20 @@ def test_the_payload_is_that_of_bit1():
     assert out.numpy().tobytes() == bit1.encode((tensor != 0).numpy().tobytes(), "bool")
 
 
+@pytest.mark.parametrize("third", [-0.0, 1.0, 3.0, -3.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("at", [0, 5, 40, 230])
-def test_a_third_value_anywhere_is_found(at):
-    tensor = mask(0.0, 2.0, torch.float32)
-    tensor.view(-1)[at] = -0.0
-    assert Pair.of(tensor) is None
+def test_a_third_value_anywhere_is_found(at, third):
+    for low, high in ((0.0, 2.0), (-2.0, 2.0)):
+        tensor = mask(low, high, torch.float32)
+        tensor.view(-1)[at] = third
+        assert Pair.of(tensor) is None
+
+
+def test_the_second_value_may_come_late():
+    tensor = torch.zeros(100)
+    assert Pair.of(tensor) is None  # as of a dry step
+    tensor[70] = 2.0
+    check_bits(tensor)
 
 
 def test_equal_masks_have_one_codec():
