@@ -15,6 +15,7 @@ from actstore.autograd.handles import Kept, Stored
 from actstore.autograd.protect import TRANSPARENT, WITHOUT_GRADIENT
 from actstore.autograd.regions import exact_copy, is_whole, region_of
 from actstore.autograd.sharing import Sharing
+from actstore.autograd.storages import part_of
 from actstore.autograd.tracker import DEVICE, Precedent
 from actstore.autograd.verdict import RAW
 from actstore.base.called import calls_one_operator
@@ -64,6 +65,7 @@ class Encoder:
 
         A mask that was written to since its verdict may have more than two values: on the device it then stays.
         """
+        part = None if whole else part_of(tensor, storage.nbytes())
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
         if isinstance(codec, Pair):
@@ -73,7 +75,7 @@ class Encoder:
             codec = found or RAW
         key = storage._cdata
         if handle.alias is None:
-            saved = self._tracker.saved_nbytes(key, storage)
+            saved = self._tracker.saved_nbytes(key, storage, part)
         else:  # it has been counted; its snapshot has a storage of its own, which is freed after this
             saved = 0
             self._storages.meet(key, storage)
@@ -101,7 +103,8 @@ class Encoder:
             return owner
         handle.owner = owner
         owner.add_reader()
-        self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
+        part = part_of(tensor, storage.nbytes())
+        self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage, part), 0, 0)
         return None
 
     def excluded(self, account: Account, key: int, alone: str) -> str:

@@ -29,6 +29,7 @@ from actstore.autograd.producers import operator_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT, is_of_weight_hook
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import is_whole
+from actstore.autograd.storages import part_of
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
 from actstore.autograd.unpack import COMPILER, Handle, is_ours, turns
 from actstore.autograd.verdict import Facts, judge, mask_codec, note_of, why_unfit, why_unstorable
@@ -89,9 +90,7 @@ class Scope:
     def entry_hook(self) -> Callable[..., Handle | Reader]:
         """Return the pack hook of one entry of the store, with readers in a sampled step."""
         pack, tracker = self.pack_hook(), self.tracker
-        if self.readers is None:
-            return pack
-        return self.readers.hook(pack, lambda: tracker.frame.inputs is not None)
+        return self.readers.hook(pack, lambda: tracker.frame.inputs is not None) if self.readers is not None else pack
 
     def pack_hook(self) -> Callable[..., Handle]:
         """Return the pack hook. A closure, because it runs for each saved tensor: its names need no look-up."""
@@ -175,18 +174,20 @@ class Scope:
         return self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
 
     def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, note: Note = FOLLOWED) -> Kept:
-        if note:
-            account.note = note
-        weak = self.storages.kept.get(key)
-        first = weak() if weak is not None else None
-        saved = self.tracker.saved_nbytes(key, storage)
+        account.note = note or account.note
+        first = self.storages.first_kept(key)
+        part = part_of(tensor, storage.nbytes())
+        saved = self.tracker.saved_nbytes(key, storage, part)
         if first is not None:
+            if saved and self.storages.parts.get(key):  # more of the storage than the first one booked
+                return Kept(tensor, account, (first, self.ledger.hold(account, saved, 0, saved)))
             self.ledger.add(account, saved, 0, 0)
             return Kept(tensor, account, first)
         owner = self.storages.small.get(key)
         frame = owner() if owner is not None else None
         if frame is None:
-            kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, storage.nbytes()))
+            held = storage.nbytes() if part is None else part[1] - part[0]
+            kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, held))
         else:  # it is held already, by the small tensors of an ended call
             self.ledger.add(account, saved, 0, 0)
             kept = Kept(tensor, account, frame.share(key))
