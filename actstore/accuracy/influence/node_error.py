@@ -47,6 +47,9 @@ POINTWISE = frozenset(
     }
 )  # fmt: skip
 
+# Their backward reads no more than signs, which payloads of their results keep.
+SIGN_ONLY = frozenset({"ReluBackward0", "LeakyReluBackward1"})
+
 # These may write to their saved tensors unless the graph is retained: `retain_variables` in derivatives.yaml.
 OVERWRITING = frozenset(
     {
@@ -105,13 +108,14 @@ class Noise:
             part.copy_(self._draw(part))
         return made
 
-    def perturb(self, tensor: Tensor, relative: Tensor) -> Tensor:
+    def perturb(self, tensor: Tensor, relative: Tensor, *, signs: bool = False) -> Tensor:
         """Return `tensor` plus noise: `relative` times the root mean square of each block of 32 elements.
 
         Parameters
         ----------
         tensor : any shape, a floating dtype
         relative : scalar on the same device
+        signs : whether elements stay zero, positive or negative, as in the payload: backward decides by it
         """
         made = torch.empty_like(tensor)
         if made.stride() != tensor.stride():  # `tensor` has gaps
@@ -121,7 +125,11 @@ class Noise:
             blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
             rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK_NUMEL)
             noise = self._draw(blocks).mul_(rms).mul_(relative).view(-1)[: flat.numel()]
-            part.copy_(noise.add_(flat))
+            del blocks
+            noise.add_(flat)
+            if signs:
+                noise.abs_().copysign_(flat).mul_(flat != 0)
+            part.copy_(noise)
         return made
 
 

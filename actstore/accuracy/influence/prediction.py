@@ -24,6 +24,7 @@ from actstore.accuracy.influence.node_error import (
     MATMULS,
     OVERWRITING,
     POINTWISE,
+    SIGN_ONLY,
     ElementRange,
     Noise,
     changes,
@@ -233,13 +234,16 @@ class PredictedStep:
             return
         grad, last = incoming[0], len(point.edges) - 1
         linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
-        part = linear or self._part(node, point, every, readers, account, outgoing, incoming)
+        by_sign = point.name in SIGN_ONLY and all(reader.keeps_signs for reader in readers)
+        part = linear or by_sign or self._part(node, point, every, readers, account, outgoing, incoming)
         if part is False:
             self._leave_out(readers, "no room to run its reader once more")
             return
         for level in (None, *self.levels):
             size = relative if level is None else relative.new_full((), level)
-            if not linear:
+            if by_sign:
+                sizes = {}
+            elif not linear:
                 sizes = self._run(node, every, readers, size, part, outgoing, incoming)
             elif only is not None and only.captured is not None and grad is not None and outgoing[last] is not None:
                 sizes = {last: linear_change(node, only.captured, grad, size)}
@@ -276,7 +280,7 @@ class PredictedStep:
                 found = node(*incoming)
                 scale, expected = part.scale, found if isinstance(found, tuple) else (found,)
             for reader in lossy:
-                reader.shown = self._noise.perturb(shown[reader], size)
+                reader.shown = self._noise.perturb(shown[reader], size, signs=reader.keeps_signs)
             return {k: size * scale for k, size in changes(expected, node(*incoming)).items()}
         finally:
             for reader in every:
