@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from actstore import ActivationStore, SampleErrors
+from actstore.accuracy.influence.node_error import convolution_change
 
 
 def mlp(activation, depth=3, width=128):
@@ -100,3 +101,34 @@ def test_the_predicted_error_is_that_of_the_gradients(name, policy):
     effect = store.report().gradients
     error = float((found - plain).norm() / plain.norm())
     assert error / 2 <= effect.variance**0.5 <= 2 * error, (effect.variance**0.5, error, str(effect))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding": 1, "stride": 2}, {"dilation": 2, "padding": (2, 1)}, {"groups": 2, "padding": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_convolution_in_closed_form(options, layout):
+    """Each element has an error of its own, as large as a tenth of it."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, 3, **options)
+    x = torch.randn(2, 4, 7, 8).to(memory_format=layout)
+    y = conv(x)
+    grad = torch.randn_like(y)
+    slopes = torch.autograd.functional.jacobian(
+        lambda x: torch.nn.grad.conv2d_weight(x, conv.weight.shape, grad, **options), x
+    )
+    wanted = 0.1 * (slopes.square().sum((0, 1, 2, 3)) * x.square()).sum().sqrt()
+    found = convolution_change(y.grad_fn, x, grad, torch.tensor(0.1))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_convolutions_have_room_in_a_step_without_room():
+    """Their errors need no second run."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(3)]
+    model, x = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 256, 10)), torch.randn(32, 32, 16, 16)
+    store = ActivationStore(model, "int8", min_bytes=0, observe=[SampleErrors(every=1)])
+    gradients(model, x, torch.randint(10, (32,)), store)
+    assert store.report().gradients.missing == ()

@@ -228,6 +228,37 @@ def linear_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tenso
     return norm(sizes) * relative * scale(node, "alpha")
 
 
+def convolution_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tensor:
+    """Return the change of the gradient of a convolution's weight under `relative` noise in each element of x.
+
+    As for `linear_change`: the squares of the errors that come to a tap, summed over the channels of a group, times the
+    squares of the gradients there. That is the gradient of a convolution with one channel for each group.
+
+    Parameters
+    ----------
+    node : the autograd node, not of a transposed convolution
+    x : (batch, channels, ...)
+    grad : (batch, channels, ...)
+
+    Returns
+    -------
+    Tensor : root of the expected square, a float32 scalar
+    """
+    groups = node._saved_groups
+    squares = [
+        torch.linalg.vector_norm(each.unflatten(1, (groups, -1)), dim=2, dtype=torch.float32).square_()
+        for each in (x, grad)
+    ]
+    taps = node._saved_weight.shape[2:]
+    weight = squares[0].new_empty((groups, 1, *taps))
+    options = node._saved_stride, node._saved_padding, node._saved_dilation, False, [0] * len(taps), groups
+    _, found, _ = torch.ops.aten.convolution_backward(
+        squares[1], squares[0], weight, None, *options, [False, True, False]
+    )
+    root: Tensor = found.clamp_(min=0).sum().sqrt_()
+    return root * relative
+
+
 def is_sum(name: str, edge: int) -> bool:
     """Return whether a weight's gradient at this edge is a sum of the incoming one: white noise keeps its energy."""
     return name in SUMS or edge == BIAS_EDGES.get(name)
