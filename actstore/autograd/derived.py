@@ -154,6 +154,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
+_PRODUCT = "MulBackward0"
 RULES: dict[str, Rule] = {
     "GeluBackward0": Rule.of("self", _gelu),
     "SiluBackward0": _unary(_aten.silu),
@@ -165,7 +166,7 @@ RULES: dict[str, Rule] = {
     "SoftplusBackward0": _unary(_aten.softplus, "beta", "threshold"),
     "GluBackward0": Rule.of("self", _glu),
     "PowBackward0": _unary(_aten.pow, "exponent"),
-    "MulBackward0": Rule.of("self other", lambda node: _aten.mul),
+    _PRODUCT: Rule.of("self other", lambda node: _aten.mul),
     "NativeLayerNormBackward0": Rule.of("input result2 weight bias", _layer_norm, optional=2, norm=True),
     "FusedRmsNormBackward0": Rule.of("input result1 weight", _rms_norm, optional=1, norm=True),
     "NativeGroupNormBackward0": Rule.of("input result2 weight", _group_norm, optional=1, norm=True),
@@ -192,6 +193,14 @@ def is_plain(tensor: Tensor, root: Tensor) -> bool:
     )
 
 
+def is_masked(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a product with a tensor that requires no gradient, or a view of one."""
+    node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != _PRODUCT:
+        return False
+    return node._raw_saved_self.data is None or node._raw_saved_other.data is None
+
+
 def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None:
     """Return the recipe of an operator's output from what its node saved through a store; None where one is impossible.
 
@@ -212,11 +221,14 @@ def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None
     for index, name in enumerate(rule.inputs):
         saved = getattr(node, name)
         handle = saved.data
-        if handle is None:
-            if index < needed:
-                return None
+        if handle is None and index >= needed:
             inputs.append(None)
             continue
+        if handle is None:
+            saved = _result_saved_by(node, index)
+            if saved is None:
+                return None
+            handle = saved.data
         if isinstance(handle, Reader):
             handle = handle.handle
         if not is_ours(saved.unpack_hook) or not _comes_back_exactly(handle):
@@ -232,6 +244,16 @@ def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None
             alias, version, frame = handle
             inputs[index] = _Pinned.of(alias, version, Site(frame.place.name, SMALL_INDEX), frame)
     return Recipe(rule.bind(node), inputs, deep)
+
+
+def _result_saved_by(product: Any, index: int) -> Any:
+    """Return operand `index` of a product, as the operator that made it has saved it; None where that has not.
+
+    A product with a tensor without a gradient, such as dropout's mask, does not save its other operand. Softmax and
+    ReLU save their results.
+    """
+    producer, number = product.next_functions[index] if product.name() == _PRODUCT else (None, 0)
+    return None if producer is None or number else getattr(producer, "_raw_saved_result", None)
 
 
 def _comes_back_exactly(handle: Any) -> bool:

@@ -12,15 +12,18 @@ from torch._C._dynamo import guards
 
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Kept, Stored
-from actstore.autograd.protect import TRANSPARENT, may_be_reduced
+from actstore.autograd.protect import TRANSPARENT, WITHOUT_GRADIENT, may_be_reduced
 from actstore.autograd.regions import exact_copy, is_whole, region_of
 from actstore.autograd.sharing import Sharing
-from actstore.autograd.tracker import Precedent
+from actstore.autograd.storages import part_of
+from actstore.autograd.tracker import DEVICE, Precedent
+from actstore.autograd.verdict import RAW
 from actstore.base.called import calls_one_operator
 from actstore.base.ledger import Account
 from actstore.base.note import Note
 from actstore.base.spec import describe
 from actstore.codecs import Codec
+from actstore.codecs.pair import Pair
 from actstore.errors import ActstoreError
 
 if TYPE_CHECKING:
@@ -61,12 +64,21 @@ class Encoder:
     def encode(
         self, handle: Stored, tensor: Tensor, storage: UntypedStorage, whole: bool, codec: Codec, tiers: tuple[str, ...]
     ) -> Route | None:
-        """Put the bytes that `handle` needs into the store. Returns the route; None when no tier has room."""
+        """Put the bytes that `handle` needs into the store. Returns the route; None when no tier has room.
+
+        A mask that was written to since its verdict may have more than two values: on the device it then stays.
+        """
+        part = None if whole else part_of(tensor, storage.nbytes())
         if not whole:
             tensor, handle.region = region_of(tensor, lossless=codec.lossless)
+        if isinstance(codec, Pair):
+            found = Pair.of(tensor)
+            if found is None and tiers == DEVICE:
+                return None
+            codec = found or RAW
         key = storage._cdata
         if handle.alias is None:
-            saved = self._tracker.saved_nbytes(key, storage)
+            saved = self._tracker.saved_nbytes(key, storage, part)
         else:  # it has been counted; its snapshot has a storage of its own, which is freed after this
             saved = 0
             self._storages.meet(key, storage)
@@ -94,7 +106,8 @@ class Encoder:
             return owner
         handle.owner = owner
         owner.add_reader()
-        self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage), 0, 0)
+        part = part_of(tensor, storage.nbytes())
+        self._store.ledger.add(handle.account, self._tracker.saved_nbytes(key, storage, part), 0, 0)
         return None
 
     def excluded(self, account: Account, key: int, alone: str) -> str:
@@ -150,6 +163,8 @@ class Encoder:
             if route is not None:
                 handle.alias = handle.snapshot = None
                 has_stored = True
+            elif isinstance(codec, Pair) and tiers == DEVICE:
+                handle.account.note, handle.account.precedent = Note(WITHOUT_GRADIENT, kept=True), None
             else:
                 handle.account.note = Note.no_room(tiers)
         return has_stored

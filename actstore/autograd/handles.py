@@ -46,12 +46,12 @@ class Kept:
 
     Attributes
     ----------
-    holds : books its storage as held; or the first `Kept` of the same storage, which has that finalizer
+    holds : books its storage as held; or the first `Kept` of the same storage, which has that finalizer; or both
     """
 
     __slots__ = ("__weakref__", "account", "alias", "holds", "version")
 
-    def __init__(self, tensor: Tensor, account: Account, holds: Finalizer | Kept) -> None:
+    def __init__(self, tensor: Tensor, account: Account, holds: Finalizer | Kept | tuple[Kept, Finalizer]) -> None:
         self.alias = tensor.detach()
         self.version = tensor._version
         self.account = account

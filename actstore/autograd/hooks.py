@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
-from actstore.autograd.derived import Derived, find_recipe, is_plain, note_norm
+from actstore.autograd.derived import Derived, find_recipe, is_masked, is_plain, note_norm
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.originals import return_originals
@@ -29,11 +29,12 @@ from actstore.autograd.producers import operator_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT, is_of_weight_hook
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import is_whole
+from actstore.autograd.storages import part_of
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
 from actstore.autograd.unpack import COMPILER, Handle, is_ours, turns
-from actstore.autograd.verdict import Facts, judge, note_of, why_unfit, why_unstorable
+from actstore.autograd.verdict import Facts, judge, mask_codec, note_of, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
-from actstore.base.note import FOLLOWED, Note
+from actstore.base.note import DERIVED, FOLLOWED, Note
 from actstore.base.spec import Site, Spec
 from actstore.base.storage import free_weak, hold_weak
 from actstore.base.tracing import is_traced
@@ -89,9 +90,7 @@ class Scope:
     def entry_hook(self) -> Callable[..., Handle | Reader]:
         """Return the pack hook of one entry of the store, with readers in a sampled step."""
         pack, tracker = self.pack_hook(), self.tracker
-        if self.readers is None:
-            return pack
-        return self.readers.hook(pack, lambda: tracker.frame.inputs is not None)
+        return self.readers.hook(pack, lambda: tracker.frame.inputs is not None) if self.readers is not None else pack
 
     def pack_hook(self) -> Callable[..., Handle]:
         """Return the pack hook. A closure, because it runs for each saved tensor: its names need no look-up."""
@@ -180,18 +179,20 @@ class Scope:
         return self._allow_mutation or graph._allow_mutation_on_saved_tensors_enabled
 
     def _keep(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, note: Note = FOLLOWED) -> Kept:
-        if note:
-            account.note = note
-        weak = self.storages.kept.get(key)
-        first = weak() if weak is not None else None
-        saved = self.tracker.saved_nbytes(key, storage)
+        account.note = note or account.note
+        first = self.storages.first_kept(key)
+        part = part_of(tensor, storage.nbytes())
+        saved = self.tracker.saved_nbytes(key, storage, part)
         if first is not None:
+            if saved and self.storages.parts.get(key):  # more of the storage than the first one booked
+                return Kept(tensor, account, (first, self.ledger.hold(account, saved, 0, saved)))
             self.ledger.add(account, saved, 0, 0)
             return Kept(tensor, account, first)
         owner = self.storages.small.get(key)
         frame = owner() if owner is not None else None
         if frame is None:
-            kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, storage.nbytes()))
+            held = storage.nbytes() if part is None else part[1] - part[0]
+            kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, held))
         else:  # it is held already, by the small tensors of an ended call
             self.ledger.add(account, saved, 0, 0)
             kept = Kept(tensor, account, frame.share(key))
@@ -213,6 +214,8 @@ class Scope:
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
             if outer is None and not shares and (derived := self._derive(tensor, account, key, storage)) is not None:
                 return derived
+            if target is None and (codec := mask_codec(tensor)) is not None:
+                target = codec, DEVICE, True, decided.decision
         else:
             target = decided
         if target is None:
@@ -232,6 +235,10 @@ class Scope:
             return self._keep(tensor, account, key, storage, Note(reason, kept=True))
         known = tensor if outer is None else outer
         exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
+        first = outer is None is frame.inputs and not codec.lossless and self.storages.is_new(key)
+        if first and is_masked(tensor) and (derived := self._derive(tensor, account, key, storage)):
+            account.note = DERIVED  # of a softmax, which stays exact, and the mask of dropout
+            return derived
         excluded = "" if self._alone is None else self._encoder.excluded(account, key, self._alone)
         facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None, before)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)

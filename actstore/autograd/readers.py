@@ -48,6 +48,12 @@ class Reader:
         """Account of the payload, where it was encoded with loss; else None."""
         return lossy_account(self.handle)
 
+    @property
+    def keeps_signs(self) -> bool:
+        """True if zeros, positive and negative elements of the payload come back as such."""
+        codec = (self.handle.owner or self.handle).codec
+        return bool(codec.keeping_signs is codec)
+
 
 def lossy_account(handle: Any) -> Account | None:
     """Return the account of the payload of `handle`; None where it is exact, or not encoded yet."""

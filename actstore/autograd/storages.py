@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from actstore.base.layout import layout_of
 from actstore.base.reaper import Finalizer
 from actstore.base.storage import expired, free_weak, hold_weak, revive, storages_of
 
@@ -25,6 +26,7 @@ class Storages:
     ----------
     met : all storages
     counted : those that plain autograd holds; each counts once
+    parts : byte ranges of other storages that count, in order: slices of a data set, which the program holds anyway
     parameters : storages of parameters, which are neither counted nor moved
     computed : storages of weights that are computed from parameters
     small : the call that books a small storage as held, which ended first of all that saved it; it may be dead
@@ -35,12 +37,14 @@ class Storages:
     """
 
     __slots__ = (
-        "_held", "_last", "computed", "counted", "kept", "met", "parameters", "prune_count", "small", "stored", "tags",
+        "_before", "_held", "_last", "computed", "counted", "kept", "met", "parameters", "parts", "prune_count",
+        "small", "stored", "tags",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.met = set[int]()
         self.counted = set[int]()
+        self.parts: dict[int, list[tuple[int, int]]] = {}
         self.parameters = set[int]()
         self.computed = set[int]()
         self.small: dict[int, ref[Any]] = {}
@@ -62,16 +66,23 @@ class Storages:
             self._held.append(key)
             self.met.add(key)
 
-    def count(self, key: int, storage: UntypedStorage) -> int:
-        """Return the bytes that plain autograd holds because `storage` is saved now; 0 where it was saved before."""
+    def count(self, key: int, storage: UntypedStorage, part: tuple[int, int] | None = None) -> int:
+        """Return the bytes that plain autograd holds because `storage` is saved now; 0 where it was saved before.
+
+        part : the range of its bytes that is saved; None for all of it
+        """
         if key in self.counted:
             return 0
-        self.counted.add(key)
+        self._before = self.parts.get(key, [])
+        if part is None:
+            self.counted.add(key)
+        else:
+            self.parts[key] = _joined([*self._before, part])
         if key not in self.met:  # as `meet`, without a call
             hold_weak(storage)
             self._held.append(key)
             self.met.add(key)
-        return storage.nbytes()
+        return (storage.nbytes() if part is None else _nbytes(self.parts[key])) - _nbytes(self._before)
 
     def meet_small(self, small: dict[int, int]) -> bool:
         """Register the small storages of an ended call, which has a weak reference to each.
@@ -93,6 +104,7 @@ class Storages:
         """Undo a count of `saved` bytes, because the handle that keeps the storage counts it."""
         if saved:
             self.counted.discard(key)
+            self.parts[key] = self._before
 
     def adopt(self, weight: Tensor, *, computed: bool = False) -> None:
         """Register a weight by its storage, which may die before the forward ends: ZeRO-3 gathers and frees weights.
@@ -120,17 +132,25 @@ class Storages:
             self.meet(storage._cdata, storage)
             self.tags[storage._cdata] = name
 
+    def first_kept(self, key: int) -> Any:
+        """Return the first handle that keeps the storage as it is, while that lives; else None."""
+        kept = self.kept.get(key)
+        return None if kept is None else kept()
+
     def is_kept(self, key: int) -> bool:
         """Return whether a handle keeps the storage on its device, where a payload would only add bytes."""
-        kept = self.kept.get(key)
-        return kept is not None and kept() is not None
+        return self.first_kept(key) is not None
+
+    def is_new(self, key: int) -> bool:
+        """Return whether no handle has the storage or a payload of it."""
+        return key not in self.stored and not self.is_kept(key)
 
     def alive(self) -> Iterator[tuple[Any, int]]:
         """Yield the first handle of each stored storage that another owner than autograd still holds, and its bytes."""
         for key, stored in self.stored.items():
             handle = stored[0]()
             if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
-                yield handle, storage.nbytes()
+                yield handle, _nbytes(self.parts.get(key, ())) or storage.nbytes()
 
     def prune(self, *running: Iterable[int]) -> list[ref[Any]]:
         """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads.
@@ -145,6 +165,7 @@ class Storages:
         handles = [weak for key in gone for weak in self.stored.pop(key, ())]
         for key in gone:
             self.kept.pop(key, None)
+            self.parts.pop(key, None)
             self.small.pop(key, None)
             self.tags.pop(key, None)
         freed = [key for key in self._held if key in gone]
@@ -156,7 +177,33 @@ class Storages:
 
     def clear(self) -> None:
         """Forget all storages but those of weights."""
-        for known in (self.kept, self.small, self.stored, self.tags, self.met, self.counted):
+        for known in (self.kept, self.small, self.stored, self.tags, self.met, self.counted, self.parts):
             known.clear()
         while self._held:
             free_weak(self._held.pop())
+
+
+def part_of(tensor: Tensor, nbytes: int) -> tuple[int, int] | None:
+    """Return the range of bytes that counts of a storage of `nbytes` when `tensor` is saved; None for all of them.
+
+    A tensor without a history that is a part of its storage, as a batch sliced from a data set, counts from its first
+    to its last element: the program made the rest, and holds it without autograd.
+    """
+    if tensor.nbytes >= nbytes or tensor.grad_fn is not None:
+        return None
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + layout_of(tensor.shape, tensor.stride()).span * tensor.itemsize
+
+
+def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(parts):
+        if found and start <= found[-1][1]:
+            start, end = found[-1][0], max(end, found.pop()[1])
+        found.append((start, end))
+    return found
+
+
+def _nbytes(parts: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in parts)

@@ -214,15 +214,15 @@ class Tracker:
         self.stack: list[Frame] = []
         self.frame = Frame(None, top, exact=exact)
 
-    def saved_nbytes(self, key: int, storage: torch.UntypedStorage) -> int:
-        """Count a storage that is saved now. Returns the bytes that plain autograd holds because of it."""
+    def saved_nbytes(self, key: int, storage: torch.UntypedStorage, part: tuple[int, int] | None = None) -> int:
+        """Count a storage, or the `part` of it, that is saved now. Returns the bytes that plain autograd then holds."""
         storages, frame = self.storages, self.frame
         if len(storages.met) > storages.prune_count:
             self._prune()
         if frame.inputs is not None:
             storages.meet(key, storage)  # the input of a region: plain autograd need not save it
             return 0
-        return storages.count(key, storage)
+        return storages.count(key, storage, part)
 
     def _prune(self) -> None:
         storages = self.storages

@@ -16,9 +16,11 @@ from actstore.autograd.regions import MAX_STORAGE_RATIO, can_be_lossy
 from actstore.base.layout import layout_of
 from actstore.base.note import SMALL, Note
 from actstore.codecs import Bit1, Codec, Raw
+from actstore.codecs.pair import Pair
 
 RAW = Raw()
 BITS = Bit1()  # for masks, whatever codec the policy has for floats
+TWO_VALUES = "a mask of two values: 1 bit an element, without loss"
 
 
 class Facts(NamedTuple):
@@ -71,6 +73,21 @@ def why_unstorable(tensor: Tensor, *, in_backward: bool) -> str:
     return "a quantized tensor has more than its bytes" if tensor.is_quantized else ""
 
 
+def mask_codec(tensor: Tensor) -> Codec | None:
+    """Return the codec of a mask, one bit an element: of bools, and of floats of two values, as of dropout on a CPU.
+
+    None for any other tensor. On an accelerator the host would wait for an answer about floats; PyTorch's dropout
+    saves bools there.
+    """
+    if tensor.requires_grad or why_unstorable(tensor, in_backward=False):
+        return None
+    if tensor.dtype is torch.bool:
+        return BITS
+    if not tensor.is_cpu:
+        return None
+    return Pair.of(tensor) if tensor.nbytes == tensor.untyped_storage().nbytes() else None
+
+
 def why_unfit(tensor: Tensor, nbytes: int, min_nbytes: int) -> str:
     """Return the reason why a tensor that is only a part of its storage of `nbytes` is kept; empty where it is not."""
     if not _fits(tensor, nbytes):
@@ -93,6 +110,8 @@ def judge(
         return Verdict(None, PARAMETER)
     if codec.lossless and codec.accepts(tensor.dtype):
         return Verdict(codec)
+    if facts.known is tensor and isinstance(mask := mask_codec(tensor), Pair):
+        return Verdict(mask, TWO_VALUES)
     if not (facts.excluded or codec.accepts(tensor.dtype)):
         return _verdict_on_dtype(codec.name, tensor.dtype, on_device)
     reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)

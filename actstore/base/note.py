@@ -40,3 +40,4 @@ class Note(NamedTuple):
 
 
 FOLLOWED = Note()
+DERIVED = Note("derived: a product of exact tensors")

@@ -37,7 +37,7 @@ from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD
 from actstore.compiled.tags import tagged
-from actstore.policy import Encode, Keep, Offload, may_be_lossy
+from actstore.policy import Derive, Encode, Keep, Offload, may_be_lossy
 from actstore.policy.decision import waits_as
 
 Planned = Callable[[str, str | None], Encode | Offload | None]
@@ -193,6 +193,8 @@ def _first(
     wanted = planned(root.name, name)
     treatment.where = str(wanted or decision)
     waits = wanted or waits_as(decision)
+    if isinstance(decision, Derive) and isinstance(waits, Keep) and value.dtype is torch.bool:
+        waits = Encode(BITS)
     if wanted is not None:
         _choose(treatment, wanted, outside=name is None)
     elif ambiguous:

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from actstore.autograd.modules import current
+from actstore.autograd.storages import part_of
 from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.layout import layout_of
@@ -122,6 +123,9 @@ class Recorder:
         storage = tensor.untyped_storage() if tensor.layout is torch.strided and not tensor.is_nested else None
         key = 0 if storage is None else storage._cdata
         counts = storage is not None and key not in self._weights
+        nbytes = 0 if storage is None else storage.nbytes()
+        if counts and (part := part_of(tensor, nbytes)) is not None:  # each range has a key of its own
+            key, nbytes = hash((key, part)), part[1] - part[0]
         new = counts and not self._tensors[key]
         line = current_line()
         self.saved.append(
@@ -132,7 +136,7 @@ class Recorder:
                 tuple(tensor.shape),
                 str(tensor.dtype).removeprefix("torch."),
                 _layout(tensor),
-                storage.nbytes() if new and storage is not None else 0,
+                nbytes if new else 0,
                 line.file,
                 line.line,
                 line.function,
@@ -143,9 +147,9 @@ class Recorder:
         self._own_ns += perf_counter_ns() - began
         packed = InspectedHandle(self._pack_inner(tensor))
         own = perf_counter_ns()
-        if new and storage is not None:
-            self._storages[key] = module, storage.nbytes()
-            self._modules[module] += storage.nbytes()
+        if new:
+            self._storages[key] = module, nbytes
+            self._modules[module] += nbytes
         self._tensors[key] += counts
         finalize(packed, self._let_go, number, key if counts else None).atexit = False
         self._note_change(own)

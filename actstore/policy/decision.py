@@ -88,9 +88,9 @@ class Derive:
 
     GELU's backward reads GELU's input. So its output, which the next linear layer saves, is computed from that input
     when backward reads it. The same holds for SiLU and other activations that keep their inputs, for products, as in
-    SwiGLU, and for LayerNorm, RMSNorm and GroupNorm modules. ReLU, tanh and sigmoid save their outputs, and gain
-    nothing. A rule covers the module that *reads* the tensor: the linear layer, not the GELU before it. Gradients are
-    identical, bit for bit.
+    SwiGLU, and for LayerNorm, RMSNorm and GroupNorm modules. ReLU, tanh, sigmoid and softmax save their outputs, and
+    gain nothing; on a CPU, dropout of such an output is computed from it. Masks take one bit an element. A rule covers
+    the module that *reads* the tensor: the linear layer, not the GELU before it. Gradients are identical, bit for bit.
 
     Parameters
     ----------

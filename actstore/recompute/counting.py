@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.autograd.composite import is_parameter
+from actstore.autograd.storages import part_of
 from actstore.base.spec import Site, describe
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
@@ -135,7 +136,8 @@ class FirstHooks:
             key = storage._cdata
             if key not in parameters:
                 if key not in self._counted:
-                    self._fresh += self._scope.storages.count(key, storage)
+                    part = part_of(tensor, storage.nbytes()) if type(tensor) is Tensor else None
+                    self._fresh += self._scope.storages.count(key, storage, part)
                 self._sizes[key] = storage.nbytes()
             if key in self._buffers:
                 call.weights.saved(key)

@@ -47,7 +47,8 @@ class Report:
 
     Attributes
     ----------
-    saved_bytes : bytes that plain autograd would hold for the last forward: each storage once, without parameters
+    saved_bytes : bytes that plain autograd would hold for the last forward: each storage once, without parameters. A
+        slice of memory without a graph, such as a batch of a data set, counts by its own extent
     stored_bytes : payloads of the last forward, in any tier
     held_bytes : bytes held on the compute device when the last forward ended: at the exit of the context, or when a
         backward inside of it began

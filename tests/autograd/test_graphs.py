@@ -119,9 +119,9 @@ def test_an_outer_store_that_does_nothing_is_refused(policy):
     model, batch = build("transformer")
     outer, inner = ActivationStore(model, policy, min_bytes=0), ActivationStore(model, "raw", min_bytes=0)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"has seen no tensor, because <ActivationStore.*around the forward") as info:
-            with outer, inner:
-                loss = model(*batch).sum()
+        words = r"has seen no tensor, because <ActivationStore.*around the forward"
+        with pytest.raises(StateError, match=words) as info, outer, inner:
+            loss = model(*batch).sum()
         assert info.value.inner is inner
         loss.backward()
     with outer, torch.no_grad(), inner:

@@ -220,7 +220,8 @@ def test_results_are_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_run_goes_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def code(says: str, ends: int) -> tuple[str, ...]:
-        return "-c", f"import sys; open(sys.argv[1], 'w').write('{{\"first\": \"{says}\"}}'); sys.exit({ends})", "{json}"
+        written = json.dumps(json.dumps({"first": says}))
+        return "-c", f"import sys; open(sys.argv[1], 'w').write({written}); sys.exit({ends})", "{json}"
 
     def run(says: str, ends: int, commit: str) -> dict[str, Any]:
         parts[:] = [gpu.Part("sanitizer", code(says, ends)), gpu.Part("other", code(says, 0))]

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch
 
 from actstore import ActivationStore, Verify
@@ -85,3 +85,16 @@ def test_a_payload_that_something_writes_to_is_refused_under_verify(verifies: bo
             loss.backward()
         del loss, found, refuses
     check_drained(store)
+
+
+def test_masks_are_bits_under_derive() -> None:
+    found = []
+    for policy in ("derive", "keep"):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)), torch.randn(32, 64)
+        store = ActivationStore(model, policy, min_bytes=0)
+        store.compile(backend="aot_eager")
+        found.append((gradients(model, x, store), store.report()))
+    check_same(found[0][0], found[1][0])
+    (mask,) = (site for site in found[0][1].sites if site.stored_bytes)
+    assert mask.held_bytes == mask.saved_bytes / 8 == x.numel() / 8

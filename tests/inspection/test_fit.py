@@ -106,6 +106,16 @@ def test_lengths_and_masks_have_their_values():
     assert set(map(str, seen)) == {"(512, [0, 1, 2, 3, 4], False)"}
 
 
+def test_float_masks_of_dropout_are_bits():
+    def make_step():
+        model, x = nn.Sequential(nn.Linear(512, 512), *(nn.Dropout(0.1) for _ in range(8))), torch.randn(1024, 512)
+        return model, lambda: model(x).mean()
+
+    plain, *rows = (row.peak_bytes for row in fit_step(make_step, ["derive", "int8"], make_optimizer=None).rows)
+    mask = 4 * 1024 * 512
+    assert all(6 * mask < plain - peak < 8 * mask for peak in rows)
+
+
 def test_shapes_that_depend_on_values_are_computed():
     def make_step():
         model = Mlp()

@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
     def forward(self, x):
         hidden = F.gelu(self.up(self.norm(x)))  # the line of gelu
-        return x + self.down(hidden) @ torch.eye(WIDTH)  # the line of the product
+        return x + self.down(hidden) @ torch.linspace(0, 1, WIDTH).diag()  # the line of the product
 
 
 def make(layers=3):

@@ -47,6 +47,9 @@ POINTWISE = frozenset(
     }
 )  # fmt: skip
 
+# Their backward reads no more than signs, which payloads of their results keep.
+SIGN_ONLY = frozenset({"ReluBackward0", "LeakyReluBackward1"})
+
 # These may write to their saved tensors unless the graph is retained: `retain_variables` in derivatives.yaml.
 OVERWRITING = frozenset(
     {
@@ -105,13 +108,14 @@ class Noise:
             part.copy_(self._draw(part))
         return made
 
-    def perturb(self, tensor: Tensor, relative: Tensor) -> Tensor:
+    def perturb(self, tensor: Tensor, relative: Tensor, *, signs: bool = False) -> Tensor:
         """Return `tensor` plus noise: `relative` times the root mean square of each block of 32 elements.
 
         Parameters
         ----------
         tensor : any shape, a floating dtype
         relative : scalar on the same device
+        signs : whether elements stay zero, positive or negative, as in the payload: backward decides by it
         """
         made = torch.empty_like(tensor)
         if made.stride() != tensor.stride():  # `tensor` has gaps
@@ -121,7 +125,11 @@ class Noise:
             blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
             rms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / math.sqrt(BLOCK_NUMEL)
             noise = self._draw(blocks).mul_(rms).mul_(relative).view(-1)[: flat.numel()]
-            part.copy_(noise.add_(flat))
+            del blocks
+            noise.add_(flat)
+            if signs:
+                noise.abs_().copysign_(flat).mul_(flat != 0)
+            part.copy_(noise)
         return made
 
 
@@ -218,6 +226,37 @@ def linear_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tenso
     sizes = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
     sizes *= torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32)
     return norm(sizes) * relative * scale(node, "alpha")
+
+
+def convolution_change(node: Any, x: Tensor, grad: Tensor, relative: Tensor) -> Tensor:
+    """Return the change of the gradient of a convolution's weight under `relative` noise in each element of x.
+
+    As for `linear_change`: the squares of the errors that come to a tap, summed over the channels of a group, times the
+    squares of the gradients there. That is the gradient of a convolution with one channel for each group.
+
+    Parameters
+    ----------
+    node : the autograd node, not of a transposed convolution
+    x : (batch, channels, ...)
+    grad : (batch, channels, ...)
+
+    Returns
+    -------
+    Tensor : root of the expected square, a float32 scalar
+    """
+    groups = node._saved_groups
+    squares = [
+        torch.linalg.vector_norm(each.unflatten(1, (groups, -1)), dim=2, dtype=torch.float32).square_()
+        for each in (x, grad)
+    ]
+    taps = node._saved_weight.shape[2:]
+    weight = squares[0].new_empty((groups, 1, *taps))
+    options = node._saved_stride, node._saved_padding, node._saved_dilation, False, [0] * len(taps), groups
+    _, found, _ = torch.ops.aten.convolution_backward(
+        squares[1], squares[0], weight, None, *options, [False, True, False]
+    )
+    root: Tensor = found.clamp_(min=0).sum().sqrt_()
+    return root * relative
 
 
 def is_sum(name: str, edge: int) -> bool:

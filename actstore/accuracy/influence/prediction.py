@@ -21,12 +21,15 @@ from torch.utils._pytree import tree_leaves
 from actstore.accuracy.influence.batch_noise import odd
 from actstore.accuracy.influence.graph import GraphNode, Walk, is_compiled, roots_of
 from actstore.accuracy.influence.node_error import (
-    MATMULS,
+    CONVOLUTION,
     OVERWRITING,
     POINTWISE,
+    SIGN_ONLY,
+    WEIGHT_EDGES,
     ElementRange,
     Noise,
     changes,
+    convolution_change,
     fan_in,
     linear_change,
     norm,
@@ -231,18 +234,24 @@ class PredictedStep:
         if relative is None:
             self._leave_out(readers, "its error was not measured")
             return
-        grad, last = incoming[0], len(point.edges) - 1
-        linear = point.name in MATMULS and only is not None and last in point.weights and grad is not None
-        part = linear or self._part(node, point, every, readers, account, outgoing, incoming)
+        grad, edge = incoming[0], WEIGHT_EDGES.get(point.name, -1)
+        linear = edge in point.weights and only is not None and grad is not None
+        if linear and point.name == CONVOLUTION:
+            linear = not node._saved_transposed
+        by_sign = point.name in SIGN_ONLY and all(reader.keeps_signs for reader in readers)
+        part = linear or by_sign or self._part(node, point, every, readers, account, outgoing, incoming)
         if part is False:
             self._leave_out(readers, "no room to run its reader once more")
             return
         for level in (None, *self.levels):
             size = relative if level is None else relative.new_full((), level)
-            if not linear:
+            if by_sign:
+                sizes = {}
+            elif not linear:
                 sizes = self._run(node, every, readers, size, part, outgoing, incoming)
-            elif only is not None and only.captured is not None and grad is not None and outgoing[last] is not None:
-                sizes = {last: linear_change(node, only.captured, grad, size)}
+            elif only is not None and only.captured is not None and grad is not None and outgoing[edge] is not None:
+                change = convolution_change if point.name == CONVOLUTION else linear_change
+                sizes = {edge: change(node, only.captured, grad, size)}
             else:
                 sizes = {}
             seen.local.append((account, level, {k: self.norms.put(size) for k, size in sizes.items()}))
@@ -276,7 +285,7 @@ class PredictedStep:
                 found = node(*incoming)
                 scale, expected = part.scale, found if isinstance(found, tuple) else (found,)
             for reader in lossy:
-                reader.shown = self._noise.perturb(shown[reader], size)
+                reader.shown = self._noise.perturb(shown[reader], size, signs=reader.keeps_signs)
             return {k: size * scale for k, size in changes(expected, node(*incoming)).items()}
         finally:
             for reader in every:

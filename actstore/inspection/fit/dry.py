@@ -36,6 +36,7 @@ _UNKNOWN = (
     NotImplementedError,
 )
 _PLAIN = (Tensor, Parameter)
+_MASKS = ("aten::bernoulli_", "aten::bernoulli")  # operators that make masks of zeros and ones
 _SHARING = ("aten::set_", "aten::resize_", "aten::_unsafe_view")  # whose schemas do not say that memory is shared
 
 
@@ -155,6 +156,8 @@ class DryMode(TorchDispatchMode):
         made: dict[int, UntypedStorage] = {}
         parts = output_parts(func._schema.name, call.flat, call.lengths, self._memory)
         outputs = [self._output(each, call.flat, made, label, parts(at)) for at, each in enumerate(plan.outputs)]
+        if func._schema.name in _MASKS and outputs[0].numel():
+            outputs[0].as_strided((1,), (1,)).fill_(1)  # among zeros: two values, by which a store knows a mask
         if workspace := workspace_nbytes(func, call.flat, outputs[0]):
             self._memory.empty(workspace)
         return tree_unflatten(outputs, plan.tree)
