@@ -20,11 +20,13 @@ class Region(NamedTuple):
     start, numel : the elements `start` to `start + numel` of the storage; or, where `compact` is given, only the
         elements of one strided view from `start`
     compact : (shape, stride) of unique elements in storage order
+    whole : (shape, stride) of the tensor in which the payload sees all elements of the storage; None: in one row
     """
 
     start: int
     numel: int
     compact: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def covers(self, offset: int, layout: Layout) -> bool:
         """Return whether a view of the same storage can be rebuilt from this region."""
@@ -56,6 +58,10 @@ def region_of(tensor: Tensor, *, lossless: bool) -> tuple[Tensor, Region]:
         return tensor, Region(0, layout.span)
     if whole_is_meant and total <= MAX_STORAGE_RATIO * nbytes and total % itemsize == 0:
         count = total // itemsize
+        if not lossless and base is not None and base.dtype is tensor.dtype:
+            shape, stride = tuple(base.shape), base.stride()
+            if layout_of(shape, stride).dense:  # whose rows differ in scale
+                return tensor.as_strided(shape, stride, 0), Region(0, count, whole=(shape, stride))
         return storage_view(tensor, 0, count), Region(0, count)
     if layout.dense:
         return tensor, Region(offset, layout.span)
@@ -75,13 +81,15 @@ def source_at(tensor: Tensor, region: Region | None, shape: tuple[int, ...], str
     shape, stride : of the tensor that the payload was made for
     """
     bits = _stored_bits(tensor.detach())
-    start, numel, compact = region or Region(0, layout_of(shape, stride).span)
+    start, numel, compact, whole = region or Region(0, layout_of(shape, stride).span)
     layout = layout_of(shape, stride) if compact is None else layout_of(*compact)
     span = numel if compact is None else layout.span
     if (start + span) * tensor.itemsize > tensor.untyped_storage().nbytes():
         return None
     if compact is not None:
         return bits.as_strided(*compact, start).contiguous()
+    if whole is not None:
+        return bits.as_strided(*whole, start)
     if layout.dense and layout.span == numel:
         return bits.as_strided(shape, stride, start)
     return storage_view(bits, start, numel)

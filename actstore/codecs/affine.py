@@ -9,17 +9,19 @@ import torch
 
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
+from actstore.codecs.groups import GroupCodec
 from actstore.codecs.int8 import ROUNDINGS
-from actstore.codecs.signs import SIGNS, SignedCodec, Signs
+from actstore.codecs.signs import SIGNS, Signs
 from actstore.errors import ConfigError
-from actstore.kernels.affine import sections
+from actstore.kernels.affine import affine_format
+from actstore.kernels.rows import Format
 
 GROUPS = (32, 64, 128, 256)
 UNBIASED = ROUNDINGS[1:]
 
 
-class AffineCodec(SignedCodec):
-    """Codes of `bits` bits, and a bfloat16 scale and minimum per `group` consecutive elements in storage order."""
+class AffineCodec(GroupCodec):
+    """Codes of `bits` bits, and a bfloat16 scale and minimum per `group` consecutive elements of a row."""
 
     lossless = False
     bits: ClassVar[int]
@@ -47,8 +49,9 @@ class AffineCodec(SignedCodec):
     def _options(self) -> dict[str, Any]:
         return {"bits": self.bits, "group": self.group, "round": self.round, "keep": self.signs == "keep"}
 
-    def _nbytes(self, numel: int, itemsize: int) -> int:
-        return sections(numel, self.bits, self.group).nbytes
+    @property
+    def _form(self) -> Format:
+        return affine_format(self.bits)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class BlockCodec(AffineCodec):
 
 @dataclass(frozen=True)
 class Int2(AffineCodec):
-    """Two bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
+    """Two bits per element, a bfloat16 scale and minimum per `group` consecutive elements of a row.
 
     Never for the inputs of norms, softmax and losses.
 
@@ -105,7 +108,7 @@ class Int2(AffineCodec):
 
 @dataclass(frozen=True)
 class Int3(BlockCodec):
-    """Three bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
+    """Three bits per element, a bfloat16 scale and minimum per `group` consecutive elements of a row.
 
     Options, dtypes, errors and special values are those of `Int4`, with 7 in the place of 15: the scale is
     ``s <= (max - m) / 7 * (1 + 2**-7)``. An element takes 3 + 32 / `group` bits.
@@ -117,7 +120,7 @@ class Int3(BlockCodec):
 
 @dataclass(frozen=True)
 class Int4(BlockCodec):
-    """Four bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
+    """Four bits per element, a bfloat16 scale and minimum per `group` consecutive elements of a row.
 
     Parameters
     ----------
@@ -149,7 +152,7 @@ class Int4(BlockCodec):
 
 @dataclass(frozen=True)
 class Int5(BlockCodec):
-    """Five bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
+    """Five bits per element, a bfloat16 scale and minimum per `group` consecutive elements of a row.
 
     Options, dtypes, errors and special values are those of `Int4`, with 31 in the place of 15: the scale is
     ``s <= (max - m) / 31 * (1 + 2**-7)``. An element takes 5 + 32 / `group` bits.
@@ -161,7 +164,7 @@ class Int5(BlockCodec):
 
 @dataclass(frozen=True)
 class Int6(BlockCodec):
-    """Six bits per element, a bfloat16 scale and minimum per `group` consecutive elements in storage order.
+    """Six bits per element, a bfloat16 scale and minimum per `group` consecutive elements of a row.
 
     Options, dtypes, errors and special values are those of `Int4`, with 63 in the place of 15: the scale is
     ``s <= (max - m) / 63 * (1 + 2**-7)``. An element takes 6 + 32 / `group` bits.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, cached_property
 from importlib import import_module
@@ -53,18 +52,30 @@ class KernelCodec(Codec):
     def _nbytes(self, numel: int, itemsize: int) -> int:
         """Return the bytes of the payload of `numel` elements; an upper bound where the codec is not `exact`."""
 
-    def _shape_args(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the arguments that the kernels of a `shaped` codec get after the key."""
-        return ()
+    def _rows_nbytes(self, numel: int, width: int) -> int:
+        """Return the same for a tensor whose rows of `width` elements the payload depends on."""
+        raise NotImplementedError(f"{self.name} does not depend on rows.")
 
-    def _shaped_nbytes(self, numel: int, itemsize: int, shape_args: tuple[int, ...]) -> int:
-        """Return `_nbytes` of a codec whose payload depends on the shape."""
-        return self._nbytes(numel, itemsize)
+    @property
+    def flat(self) -> bool:
+        """Return whether the codec can encode elements without a shape, as inside of another codec."""
+        return True
+
+    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+        """Fit the codec to a shape with its strides.
+
+        Returns
+        -------
+        codec : of the same format, whose kernels the tensor takes
+        width : the length of the rows that the payload depends on; 0 where it depends on the number of elements only
+        """
+        return self, 0
 
     def size(self, spec: Spec) -> Size:
         check_dtype(self, spec.dtype)
-        shape_args = self._shape_args(spec.shape, spec.stride)
-        nbytes = self._shaped_nbytes(spec.numel, spec.dtype.itemsize, shape_args)
+        codec, width = self.fitted(spec.shape, spec.stride)
+        numel = spec.numel
+        nbytes = codec._rows_nbytes(numel, width) if width else codec._nbytes(numel, spec.dtype.itemsize)
         return Exact(nbytes) if self.exact or not nbytes else AtMost(nbytes)
 
     def encode(self, src: torch.Tensor, out: torch.Tensor, key: int = 0) -> int:
@@ -80,17 +91,17 @@ class KernelCodec(Codec):
         bound.decode(buf, out, key)
 
     def bind(self, src: torch.Tensor) -> Bound:
-        kernels = self._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or self._prepare(src)
+        codec, width = self.fitted(src.shape, src.stride())
+        kernels = codec._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or codec._prepare(src)
         numel = src.numel()
-        shape = self._shape_args(src.shape, src.stride())
-        nbytes = self._shaped_nbytes(numel, src.dtype.itemsize, shape)
+        nbytes = codec._rows_nbytes(numel, width) if width else codec._nbytes(numel, src.dtype.itemsize)
         if not numel:
             return Bound(nbytes, self.exact or not nbytes, _nothing, _nothing)
-        if kernels.bind is not None and not shape:
+        if width and kernels.rows is not None:
+            return Bound(nbytes, self.exact, *kernels.rows(numel, width))
+        if kernels.bind is not None:
             return Bound(nbytes, self.exact, *kernels.bind(numel))
         run_encode, run_decode = kernels.encode, kernels.decode
-        if shape:  # an argument list of unknown length costs more than the rest of the call
-            run_encode, run_decode = _shaped(run_encode, shape), _shaped(run_decode, shape)
 
         def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
             used: int | None = run_encode(src, out, numel, key)
@@ -132,11 +143,6 @@ def find_kernels(codec: KernelCodec, dtype: torch.dtype, device: torch.device) -
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=5)
-
-
-def _shaped(run: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
-    """Bind a kernel to one shape."""
-    return lambda source, target, numel, key: run(source, target, numel, key, *shape)
 
 
 def _nothing(source: torch.Tensor, target: torch.Tensor, key: int) -> int:

@@ -9,13 +9,15 @@ import torch
 
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
+from actstore.codecs.groups import GroupCodec
 from actstore.codecs.int8 import GROUPS
-from actstore.codecs.signs import SIGNS, SignedCodec, Signs
+from actstore.codecs.signs import SIGNS, Signs
+from actstore.kernels.rows import Format
 
 
 @dataclass(frozen=True)
-class Fp8(SignedCodec):
-    """One e4m3 float per element and one bfloat16 scale per `group` consecutive elements in storage order.
+class Fp8(GroupCodec):
+    """One e4m3 float per element and one bfloat16 scale per `group` consecutive elements of a row.
 
     Parameters
     ----------
@@ -63,5 +65,6 @@ class Fp8(SignedCodec):
     def _options(self) -> dict[str, Any]:
         return {"group": self.group, "scale": self.scale, "round": self.round, "keep": self.signs == "keep"}
 
-    def _nbytes(self, numel: int, itemsize: int) -> int:
-        return ((numel + 15) & -16) + 2 * -(-numel // self.group)
+    @property
+    def _form(self) -> Format:
+        return Format((8,), (2,))

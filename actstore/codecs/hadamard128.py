@@ -11,7 +11,10 @@ from actstore.codecs.affine import Int4
 from actstore.codecs.base import LOSSY_DTYPES, Codec, require_leaf
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ChainError
+from actstore.kernels.base import Bound, Kernels, round_up
 from actstore.kernels.hadamard128 import ROTATION_NUMEL
+from actstore.kernels.rows import row_numel
+from actstore.kernels.torch.hadamard128_rows import in_rows
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class Hadamard128(KernelCodec):
     def __post_init__(self) -> None:
         require_leaf(self.name, self.inner)
         inner = self.inner
-        if isinstance(inner, KernelCodec) and inner.accepts(torch.float32) and not inner.lossless and not inner.shaped:
+        if isinstance(inner, KernelCodec) and inner.accepts(torch.float32) and not inner.lossless and inner.flat:
             return
         reason = (
             "is lossless, so that a rotation gains nothing"
             if inner.lossless
             else "needs whole rows"
-            if inner.shaped
+            if isinstance(inner, KernelCodec) and not inner.flat
             else "does not run on rotated float32 elements"
         )
         raise ChainError(
@@ -79,8 +82,28 @@ class Hadamard128(KernelCodec):
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in LOSSY_DTYPES
 
+    @property
+    def shaped(self) -> bool:
+        return True
+
+    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Hadamard128, int]:
+        width = row_numel(shape, stride)
+        return self, width if width % ROTATION_NUMEL else 0
+
+    def kernels(self, back_end: str, dtype: torch.dtype, device: torch.device) -> Kernels:
+        kernels = super().kernels(back_end, dtype, device)
+        wide = kernels if dtype is torch.float32 else super().kernels(back_end, torch.float32, device)
+
+        def rows(numel: int, width: int) -> tuple[Bound, Bound]:
+            return in_rows(wide, self._nbytes(numel, torch.float32.itemsize), numel, width)
+
+        return kernels._replace(rows=rows)
+
     def _options(self) -> dict[str, Any]:
         return {"inner": self.inner}
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return self._leaf._nbytes(-(-numel // ROTATION_NUMEL) * ROTATION_NUMEL, torch.float32.itemsize)
+
+    def _rows_nbytes(self, numel: int, width: int) -> int:
+        return round_up(self._nbytes(numel, torch.float32.itemsize)) + numel // width

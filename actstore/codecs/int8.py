@@ -10,24 +10,29 @@ import torch
 from actstore.base.layout import layout_of
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.signs import SIGNS, SignedCodec, Signs
+from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.groups import GroupCodec
+from actstore.codecs.signs import SIGNS, Signs
 from actstore.errors import ConfigError
-from actstore.kernels.affine import sections
+from actstore.kernels.affine import affine_format
+from actstore.kernels.base import round_up
+from actstore.kernels.rows import Format
 
 GROUPS = (32, 64, 128, 256, 512, 1024)
 ROUNDINGS = ("nearest", "stochastic", "dither")
 
 
 @dataclass(frozen=True)
-class Int8(SignedCodec):
-    """One signed byte per element and one bfloat16 scale per `group` consecutive elements in storage order.
+class Int8(GroupCodec):
+    """One signed byte per element and one bfloat16 scale per `group` consecutive elements of a row.
 
     Parameters
     ----------
-    group : elements that share a scale, a power of two from 32 to 1024: 8 + 16 / `group` bits per element
+    group : elements that share a scale at most, a power of two from 32 to 1024: 8 + 16 / `group` bits per element of
+        rows that it divides. Groups end with rows, which lie along the dimension with the least stride
     affine : whether codes count from the minimum of the group, which is stored beside the scale (16 / `group` bits
         more): half the error for data of one sign
-    axis : which elements form a group: ``element``, consecutive ones in storage order; ``token``, those of `group`
+    axis : which elements form a group: ``element``, consecutive ones of a row; ``token``, those of `group`
         consecutive rows in one column, where a row is the dimension with the least stride. A channel with much larger
         values then does not affect the scales of the remaining channels
     signs : ``keep`` gives an element that rounds to zero the smallest code of its sign, so that zeros, positive and
@@ -68,8 +73,8 @@ class Int8(SignedCodec):
         return self.round != "nearest"
 
     @property
-    def shaped(self) -> bool:
-        return self.axis == "token"
+    def flat(self) -> bool:
+        return self.axis == "element"
 
     @property
     def kernel_name(self) -> str:
@@ -94,20 +99,19 @@ class Int8(SignedCodec):
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in LOSSY_DTYPES
 
-    def _nbytes(self, numel: int, itemsize: int) -> int:
-        if self.affine:
-            return sections(numel, 8, self.group).nbytes
-        return ((numel + 15) & -16) + 2 * -(-numel // self.group)
+    @property
+    def _form(self) -> Format:
+        return affine_format(8) if self.affine else Format((8,), (2,))
 
-    def _shape_args(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the elements in a row of the storage, 1 for tensors of fewer than two dimensions."""
+    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+        """Fit groups to rows; of tokens only the rows matter, where a tensor has two dimensions."""
         if self.axis == "element":
-            return ()
+            return super().fitted(shape, stride)
         compact = layout_of(shape, stride).compact
-        return (compact[0][-1] or 1 if compact and len(compact[0]) > 1 else 1,)
+        width = compact[0][-1] if compact and len(compact[0]) > 1 else 0
+        return self, width if width > 1 else 0
 
-    def _shaped_nbytes(self, numel: int, itemsize: int, shape_args: tuple[int, ...]) -> int:
+    def _rows_nbytes(self, numel: int, width: int) -> int:
         if self.axis == "element":
-            return self._nbytes(numel, itemsize)
-        (columns,) = shape_args
-        return ((numel + 15) & -16) + 2 * columns * -(-numel // (columns * self.group))
+            return super()._rows_nbytes(numel, width)
+        return round_up(numel) + 2 * width * -(-numel // (width * self.group))

@@ -10,16 +10,18 @@ import torch
 from actstore.codecs.affine import GROUPS
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.signs import SIGNS, SignedCodec, Signs
+from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.groups import GroupCodec
+from actstore.codecs.signs import SIGNS, Signs
 from actstore.errors import ConfigError
-from actstore.kernels.base import round_up
+from actstore.kernels.rows import Format
 
 BNB_GROUP = 64
 
 
 @dataclass(frozen=True)
-class Nf4(SignedCodec):
-    """One of the 16 NormalFloat4 values per element, scaled by the largest magnitude of `group` consecutive elements.
+class Nf4(GroupCodec):
+    """One of the 16 NormalFloat4 values per element, scaled by the largest magnitude of `group` elements of a row.
 
     Parameters
     ----------
@@ -66,5 +68,14 @@ class Nf4(SignedCodec):
     def _options(self) -> dict[str, Any]:
         return {"group": self.group, "layout": self.layout, "keep": self.signs == "keep"}
 
-    def _nbytes(self, numel: int, itemsize: int) -> int:
-        return round_up((numel + 1) // 2) + (2 if self.layout == "plain" else 4) * -(-numel // self.group)
+    @property
+    def _form(self) -> Format:
+        return Format((4,), (2 if self.layout == "plain" else 4,))
+
+    @property
+    def shaped(self) -> bool:
+        return self.layout == "plain"
+
+    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+        """Fit groups to rows; bitsandbytes knows none."""
+        return super().fitted(shape, stride) if self.layout == "plain" else (self, 0)

@@ -18,8 +18,8 @@ class SparseCodec(KernelCodec):
 
     def __post_init__(self) -> None:
         require_leaf(self.name, self.inner)
-        if not isinstance(self.inner, KernelCodec) or self.inner.shaped:
-            reason = "needs whole rows" if self.inner.shaped else "needs to know how many there are"
+        if not isinstance(self.inner, KernelCodec) or not self.inner.flat:
+            reason = "needs whole rows" if isinstance(self.inner, KernelCodec) else "needs to know how many there are"
             raise ChainError(
                 f"{self.name} gives its inner codec as many elements as happen to be kept, but {self.inner!r} "
                 f"{reason}. Write {self.name}(int8) or {self.name}(raw).",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from actstore.kernels.base import round_up
+from actstore.kernels.rows import Format
 
 LEVELS = {8: 254, 6: 63, 5: 31, 4: 15, 3: 7, 2: 3}  # the top code, by bits
 
@@ -22,6 +23,11 @@ def widths(bits: int) -> tuple[int, int]:
     """Split the `bits` of a code: the number in the first plane, a power of two, and the number in the second."""
     low = 1 << (bits.bit_length() - 1)
     return low, bits - low
+
+
+def affine_format(bits: int) -> Format:
+    """Return the sections of a payload: one or two planes of codes, scales and minima."""
+    return Format(tuple(width for width in widths(bits) if width), (2, 2))
 
 
 def sections(numel: int, bits: int, group: int) -> AffineSections:

@@ -21,20 +21,22 @@ class Kernels(NamedTuple):
 
     Attributes
     ----------
-    encode : (src, out, numel, key, *shape); `numel` > 0 elements of `src`, in storage order, to the payload `out`.
+    encode : (src, out, numel, key); `numel` > 0 elements of `src`, in storage order, to the payload `out`.
         For a variable size it returns the bytes used, or on a device the bound; for a fixed one None
-    decode : (buf, out, numel, key, *shape); the payload `buf` to `numel` > 0 elements of `out`
+    decode : (buf, out, numel, key); the payload `buf` to `numel` > 0 elements of `out`
     bind : (numel) -> both, as functions (source, target, key) that cost less to call; None where a back end has none
+    rows : (numel, width) -> both, likewise, for a tensor with rows of `width` elements, where payloads depend on them
 
     Notes
     -----
-    `key` is 0 to 2**63 - 1; `shape` is the result of the codec's `_shape_args`. CUDA kernels take one more keyword,
-    ``count``: an int64 tensor on the device that holds the actual number of elements, at most `numel`.
+    `key` is 0 to 2**63 - 1. `encode` and `decode` of CUDA kernels take one more keyword, ``count``: an int64 tensor on
+    the device that holds the actual number of elements, at most `numel`.
     """
 
     encode: Callable[..., Any]
     decode: Callable[..., Any]
     bind: Callable[[int], tuple[Bound, Bound]] | None = None
+    rows: Callable[[int, int], tuple[Bound, Bound]] | None = None
 
 
 class Inner(Protocol):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
+from functools import cache, partial
 
 import pytest
 import torch
@@ -99,14 +98,14 @@ def blank(tensor):
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def columns_of(tensor):
-    """Elements in a row of the storage: of the dimension with the least stride."""
-    dims = sorted((st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
-    return dims[0][1] if len(dims) > 1 else 1
+def sizes_of(tensor):
+    """The sizes of the dimensions greater than one, that with the largest stride first."""
+    dims = sorted(((st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if n > 1), reverse=True)
+    return tuple(n for _, n in dims) if tensor.numel() else ()
 
 
 class Implementation:
-    """One way to run a codec on a CPU tensor."""
+    """One way to run a codec on a CPU tensor: its own, or by the kernels that a function returns for a codec."""
 
     def __init__(self, name, codec, kernels=None):
         self.name = name
@@ -115,38 +114,43 @@ class Implementation:
 
     def encode(self, tensor, out):
         """Bytes used; None where only the device knows."""
-        codec, kernels, numel = self._codec, self._kernels, tensor.numel()
-        if kernels is None:
-            return codec.encode(tensor, out, KEY)
-        if numel:
-            kernels.encode(tensor, out, numel, KEY, *codec._shape_args(tensor.shape, tensor.stride()))
+        if self._kernels is None:
+            return self._codec.encode(tensor, out, KEY)
+        if tensor.numel():
+            self._ways(tensor)[0](tensor, out)
         return None
 
     def decode(self, payload, out):
-        codec, kernels, numel = self._codec, self._kernels, out.numel()
-        if kernels is None:
-            codec.decode(payload, out, KEY)
-        elif numel:
-            kernels.decode(payload, out, numel, KEY, *codec._shape_args(out.shape, out.stride()))
+        if self._kernels is None:
+            self._codec.decode(payload, out, KEY)
+        elif out.numel():
+            self._ways(out)[1](payload, out)
+
+    def _ways(self, tensor):
+        codec, width = self._codec.fitted(tensor.shape, tensor.stride())
+        kernels, numel = self._kernels(codec), tensor.numel()
+        if width:
+            return [partial(way, key=KEY) for way in kernels.rows(numel, width)]
+        return [lambda source, target, way=way: way(source, target, numel, KEY) for way in kernels[:2]]
 
 
 def implementations(codec: Codec, dtype, *, cuda: bool = True) -> Iterator[Implementation]:
     """Each way to run `codec` on the CPU: its own, the fallback, and the CUDA source in the emulator."""
     yield Implementation("codec", codec)
     if isinstance(codec, KernelCodec):
-        fallback = import_module(f"actstore.kernels.torch.{codec.kernel_name}")
-        yield Implementation("fallback", codec, fallback.kernels(dtype, torch.device("cpu"), **codec._options()))
+        device = torch.device("cpu")
+        yield Implementation("fallback", codec, lambda codec: codec.kernels("torch", dtype, device))
         if cuda:
-            yield Implementation("cuda", codec, emulated(codec, dtype))
+            yield Implementation("cuda", codec, lambda codec: emulated(codec, dtype))
 
 
 def check_codec(codec: Codec, tensor: torch.Tensor, *, cuda: bool = True) -> torch.Tensor:
     """Check one tensor and return what comes back."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    columns = columns_of(tensor)
+    sizes = sizes_of(tensor)
     before = storage_bytes(tensor)
-    expected = find.encode(codec, before, dtype, KEY, columns)
-    expected_back = find.decode(codec, expected, tensor.numel(), dtype, KEY, columns)
+    expected = find.encode(codec, before, dtype, KEY, sizes)
+    expected_back = find.decode(codec, expected, tensor.numel(), dtype, KEY, sizes)
     size, used = codec.size(Spec.of(tensor)), len(expected)
     if isinstance(size, Exact) or not used:  # the length of nothing is known
         assert size == Exact(used)

@@ -12,7 +12,7 @@ from actstore.codecs import Raw
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import ActstoreError, KernelUnavailable, SpecError
 from actstore.policy.options import codec_text
-from tests.codecs.contract import GUARD, KEY, POISON, Implementation, columns_of, storage_bytes, tensor_of
+from tests.codecs.contract import GUARD, KEY, POISON, Implementation, sizes_of, storage_bytes, tensor_of
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, EVERY_DTYPE, elements, random_bits, samples
 
@@ -49,7 +49,7 @@ def ways(codec, dtype, fallback):
     """The codec itself, and where asked the same as PyTorch operations."""
     yield Implementation("codec", codec)
     if fallback:
-        yield Implementation("fallback", codec, codec.kernels("torch", dtype, DEVICE))
+        yield Implementation("fallback", codec, lambda codec: codec.kernels("torch", dtype, DEVICE))
 
 
 def on_device(tensor, offset):
@@ -66,9 +66,9 @@ def bytes_of(tensor):
 
 def check(codec, tensor, offset=0, fallback=False):
     """A CPU tensor on the device, against the oracle, with guards around everything that is written."""
-    dtype, data, columns = str(tensor.dtype).removeprefix("torch."), storage_bytes(tensor), columns_of(tensor)
-    expected = find.encode(codec, data, dtype, KEY, columns)
-    expected_back = find.decode(codec, expected, tensor.numel(), dtype, KEY, columns)
+    dtype, data, sizes = str(tensor.dtype).removeprefix("torch."), storage_bytes(tensor), sizes_of(tensor)
+    expected = find.encode(codec, data, dtype, KEY, sizes)
+    expected_back = find.decode(codec, expected, tensor.numel(), dtype, KEY, sizes)
     nbytes, used = codec.size(Spec.of(tensor)).nbytes, len(expected)
     poison, start = bytes([POISON]), offset * tensor.dtype.itemsize
     source, memory = on_device(tensor, offset)

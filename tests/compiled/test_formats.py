@@ -13,6 +13,7 @@ from actstore.compiled.formats.groups import group_tensor
 from tests.autograd.checks import check_same
 
 SHAPES = [(128,), (4, 128), (3, 5, 64), (3, 6, 64), (5, 4, 32), (101, 97), (2, 3, 7, 64), (1, 1), (256, 3)]
+SHAPES += [(3, 5, 152), (2, 8, 7, 7), (4, 7), (2, 3, 4, 200)]
 CODECS = [Int8(), Int8(signs="keep"), Int8(group=32), Int8(affine=True), Int8(affine=True, signs="keep"), Int6()]
 CODECS += [Int5(), Int4(), Int4(signs="keep"), Int4(group=128), Int3()]
 
@@ -21,7 +22,8 @@ def layouts(shape: tuple[int, ...]) -> list[Tensor]:
     """Contiguous, permuted, with gaps."""
     torch.manual_seed(len(shape))
     x = torch.randn(shape) * torch.randn(shape[-1]).exp()
-    return [x, x.transpose(0, -1), torch.randn(*shape, 2)[..., 0]]
+    images = [x.to(memory_format=torch.channels_last)] if len(shape) == 4 else []
+    return [x, x.transpose(0, -1), torch.randn(*shape, 2)[..., 0], *images]
 
 
 def eager_payload(codec: Codec, tensor: Tensor) -> Tensor:
@@ -106,13 +108,41 @@ def test_what_has_no_form_says_why() -> None:
 def test_groups_take_as_few_dimensions_as_they_need() -> None:
     grouping, _ = group_tensor(torch.empty(2, 6, 64, 128), 128)
     assert grouping is not None
-    assert (grouping.lead, grouping.tail, grouping.fill) == (3, (128,), 0)
+    assert (grouping.lead, grouping.tail, grouping.group) == (3, (128,), 128)
     grouping, _ = group_tensor(torch.empty(2, 6, 64, 128).transpose(1, 3), 256)
     assert grouping is not None
-    assert (grouping.dims, grouping.lead, grouping.tail) == ((0, 3, 2, 1), 2, (64, 128))
+    assert (grouping.dims, grouping.lead, grouping.tail, grouping.group) == ((0, 3, 2, 1), 3, (128,), 128)
     grouping, _ = group_tensor(torch.empty(3, 50), 128)
     assert grouping is not None
-    assert (grouping.lead, grouping.tail, grouping.fill) == (0, (3, 50), 106)
-    image, _ = group_tensor(torch.empty(2, 128, 6, 5).contiguous(memory_format=torch.channels_last), 128)
-    assert image is not None
-    assert (image.dims, image.lead, image.tail) == ((0, 2, 3, 1), 2, (5, 128)), "no payload of four dimensions"
+    assert (grouping.lead, grouping.tail, grouping.group) == (1, (50,), 64)
+    grouping, _ = group_tensor(torch.empty(4, 7, 7), 128)
+    assert grouping is not None
+    assert (grouping.lead, grouping.tail, grouping.group) == (1, (7, 7), 64)
+    grouping, _ = group_tensor(torch.empty(3, 50, dtype=torch.bool), 8, in_rows=False)
+    assert grouping is not None
+    assert (grouping.lead, grouping.tail) == (0, (3, 50))
+
+
+@pytest.mark.parametrize(("channels", "lead", "tail", "image"), [(128, 2, (5, 128), ()), (100, 3, (100,), (6, 5))])
+def test_no_payload_of_an_image_has_four_dimensions(
+    channels: int, lead: int, tail: tuple[int, ...], image: tuple[int, ...]
+) -> None:
+    tensor = torch.empty(2, channels, 6, 5).contiguous(memory_format=torch.channels_last)
+    grouping, _ = group_tensor(tensor, 128)
+    assert grouping is not None
+    assert (grouping.dims, grouping.lead, grouping.tail, grouping.image) == ((0, 2, 3, 1), lead, tail, image)
+    assert grouping.rows(tensor).dim() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.parametrize("codec", [Int8(), Int8(affine=True, signs="keep"), Int5()], ids=str)
+def test_inductors_loops_end_groups_with_rows(codec: Codec) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 152) * torch.randn(64, 1).exp()
+    form, _ = graph_codec(codec, x)
+    assert form is not None
+    sections = [section.clone() for section in form.encode(x)]
+    found = torch.compile(lambda x: [section.clone() for section in form.encode(x)])(x)
+    assert all(map(torch.equal, found, sections))
+    check_same(torch.compile(form.decode)(sections), form.decode(sections))

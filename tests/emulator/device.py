@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -23,9 +22,8 @@ def emulated(codec, dtype: torch.dtype, flush_denormals: bool = True) -> Kernels
     if compiler() is None:
         pytest.skip("needs g++ to run the CUDA sources on the CPU")
     with emulation(flush_denormals):
-        return import_module(f"actstore.kernels.cuda.{codec.kernel_name}").kernels(
-            dtype, torch.device("cpu"), **codec._options()
-        )
+        kernels: Kernels = codec.kernels("cuda", dtype, torch.device("cpu"))
+        return kernels
 
 
 @contextmanager

@@ -14,12 +14,14 @@ def pad(data: bytes) -> bytes:
     return data + bytes(-len(data) % 16)
 
 
-def encode(name: str, data: bytes, dtype: str, inner: Codec, level: int, shuffle: str, key: int, columns: int) -> bytes:
+def encode(
+    name: str, data: bytes, dtype: str, inner: Codec, level: int, shuffle: str, key: int, sizes: find.Sizes
+) -> bytes:
     if not data:
         return b""
     import blosc2
 
-    content = find.encode(inner, data, dtype, key, columns)
+    content = find.encode(inner, data, dtype, key, sizes)
     frames = [content[start : start + FRAME] for start in range(0, len(content), FRAME)]
     stored = []
     for frame in frames:
@@ -42,20 +44,20 @@ def encode(name: str, data: bytes, dtype: str, inner: Codec, level: int, shuffle
     return (16 + len(body)).to_bytes(8, "little") + len(content).to_bytes(8, "little") + body
 
 
-def decode(payload: bytes, numel: int, dtype: str, inner: Codec, key: int, columns: int) -> bytes:
+def decode(payload: bytes, numel: int, dtype: str, inner: Codec, key: int, sizes: find.Sizes) -> bytes:
     if not payload:
         return b""
     import blosc2
 
     held = int.from_bytes(payload[8:16], "little")
     counts = [min(FRAME, held - start) for start in range(0, held, FRAME)]
-    sizes = np.frombuffer(payload, "<u8", len(counts), 16).tolist()
+    lengths = np.frombuffer(payload, "<u8", len(counts), 16).tolist()
     at, content = 16 + -(-8 * len(counts) // 16) * 16, b""
-    for count, size in zip(counts, sizes, strict=True):
+    for count, size in zip(counts, lengths, strict=True):
         stored = payload[at : at + size]
         content += stored if size == count else blosc2.decompress2(stored)
         at += -(-size // 16) * 16
-    return find.decode(inner, content, numel, dtype, key, columns)
+    return find.decode(inner, content, numel, dtype, key, sizes)
 
 
 def itemsize(dtype: str) -> int:

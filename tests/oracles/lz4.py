@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from actstore.codecs import Codec, Int4, Lz4
-from tests.oracles import blosc
+from tests.oracles import blosc, find
 
 VARIANTS = (Lz4(), Lz4(Int4(), level=9))
 
 
 def encode(
-    data: bytes, dtype: str, inner: Codec, level: int = 1, shuffle: str = "bit", key: int = 0, columns: int = 1
+    data: bytes, dtype: str, inner: Codec, level: int = 1, shuffle: str = "bit", key: int = 0, sizes: find.Sizes = ()
 ) -> bytes:
-    return blosc.encode("lz4", data, dtype, inner, level, shuffle, key, columns)
+    return blosc.encode("lz4", data, dtype, inner, level, shuffle, key, sizes)
 
 
 def decode(
@@ -22,6 +22,6 @@ def decode(
     level: int = 1,
     shuffle: str = "bit",
     key: int = 0,
-    columns: int = 1,
+    sizes: find.Sizes = (),
 ) -> bytes:
-    return blosc.decode(payload, numel, dtype, inner, key, columns)
+    return blosc.decode(payload, numel, dtype, inner, key, sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actstore.codecs import Codec, Int8, Zmask, Zstd
-from tests.oracles import blosc
+from tests.oracles import blosc, find
 
 VARIANTS = (
     Zstd(),
@@ -14,9 +14,9 @@ VARIANTS = (
 
 
 def encode(
-    data: bytes, dtype: str, inner: Codec, level: int = 1, shuffle: str = "byte", key: int = 0, columns: int = 1
+    data: bytes, dtype: str, inner: Codec, level: int = 1, shuffle: str = "byte", key: int = 0, sizes: find.Sizes = ()
 ) -> bytes:
-    return blosc.encode("zstd", data, dtype, inner, level, shuffle, key, columns)
+    return blosc.encode("zstd", data, dtype, inner, level, shuffle, key, sizes)
 
 
 def decode(
@@ -27,6 +27,6 @@ def decode(
     level: int = 1,
     shuffle: str = "byte",
     key: int = 0,
-    columns: int = 1,
+    sizes: find.Sizes = (),
 ) -> bytes:
-    return blosc.decode(payload, numel, dtype, inner, key, columns)
+    return blosc.decode(payload, numel, dtype, inner, key, sizes)

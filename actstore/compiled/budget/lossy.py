@@ -10,6 +10,7 @@ from torch import Tensor
 
 from actstore.codecs import Codec, Int8
 from actstore.compiled.formats.sizes import hint
+from actstore.kernels.rows import fit
 from actstore.policy.options import codec_text
 from actstore.policy.pattern import ancestry
 
@@ -64,5 +65,7 @@ class LossyModules:
 
     def sizes(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the bytes of the sections of a payload: codes and scales."""
+        group, width = fit(tuple(map(hint, tensor.shape)), tuple(map(hint, tensor.stride())), self.codec.group)
         numel = hint(tensor.numel())
-        return numel, SCALE_NBYTES * -(-numel // self.codec.group)
+        groups = numel // width * -(-width // group) if width else -(-numel // group)
+        return numel, SCALE_NBYTES * groups

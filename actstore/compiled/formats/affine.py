@@ -11,7 +11,7 @@ from torch import Tensor
 from actstore.codecs import Int8
 from actstore.codecs.affine import AffineCodec
 from actstore.compiled.formats.base import GraphCodec
-from actstore.compiled.formats.groups import Grouping
+from actstore.compiled.formats.groups import Grouping, joined
 from actstore.compiled.formats.planes import join_bits, split_bits
 from actstore.kernels.affine import widths
 from actstore.kernels.torch.affine import quantize
@@ -35,17 +35,18 @@ class AffineGraph(GraphCodec):
 
     def encode(self, tensor: Tensor) -> Sequence[Tensor]:
         grouping = self._grouping
-        rows = grouping.rows(tensor).to(torch.float32)
-        if grouping.fill:  # by the last element, which changes neither minimum nor maximum
-            rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], grouping.fill)], -1)
-        groups = rows.unflatten(-1, (-1, grouping.group))
-        codes, scales, minima = quantize(groups.flatten(0, -2), None, self._bits, self._keep)
-        codes = grouping.join(codes.view(groups.shape))
+        encoded = [self._quantize(groups) for groups in grouping.split(grouping.rows(tensor).to(torch.float32))]
+        codes = grouping.join([each[0] for each in encoded])
         planes, shift = [], 0
         for width in self._widths:
             planes.append(join_bits(codes >> shift, width))
             shift += width
-        return [*planes, *(each.view(torch.bfloat16).view(groups.shape[:-1]) for each in (scales, minima))]
+        return [*planes, *(joined([each[place] for each in encoded]) for place in (1, 2))]
+
+    def _quantize(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes, *numbers = quantize(groups.flatten(0, -2), None, self._bits, self._keep)
+        scales, minima = (each.view(torch.bfloat16).view(groups.shape[:-1]) for each in numbers)
+        return codes.view(groups.shape), scales, minima
 
     def decode(self, payload: Sequence[Tensor]) -> Tensor:
         *planes, scales, minima = payload
@@ -55,12 +56,17 @@ class AffineGraph(GraphCodec):
             codes = part if codes is None else codes | part
             shift += width
         assert codes is not None
-        codes = self._grouping.split(codes).to(torch.float32)  # Inductor's loops compare float32 faster than int8
-        low, step = (each.unsqueeze(-1).to(torch.float32) for each in (minima, scales))
+        split = self._grouping.split_numbers
+        parts = zip(self._grouping.split(codes), split(minima), split(scales), strict=True)
+        return self._grouping.restore(self._grouping.join([self._values(*part) for part in parts]))
+
+    def _values(self, groups: Tensor, minima: Tensor, scales: Tensor) -> Tensor:
+        codes = groups.to(torch.float32)  # Inductor's loops compare float32 faster than int8
+        low, step = minima.to(torch.float32), scales.to(torch.float32)
         lost, steps = ~low.isfinite(), codes
         if self._bits == 8:
             lost, steps = lost | (codes == LOST), torch.where(codes < LOST, codes + 127, codes - 129)
         quarters = low * 0.25 + steps * (step * 0.25)
         largest = torch.finfo(self._dtype).max
         values = (quarters * 4).clamp(-largest, largest).to(self._dtype)
-        return self._grouping.restore(self._grouping.join(torch.where(lost, nan, values)))
+        return torch.where(lost, nan, values)

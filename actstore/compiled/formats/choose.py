@@ -22,7 +22,10 @@ def graph_codec(codec: Codec, tensor: Tensor) -> tuple[GraphCodec | None, str]:
     if isinstance(codec, Raw):
         dims, reason = storage_order(tensor)
         return (None if dims is None else RawGraph(dims)), reason
-    grouping, reason = group_tensor(tensor, codec.group if isinstance(codec, Int8 | AffineCodec) else BYTE)
+    if isinstance(codec, Int8 | AffineCodec):
+        grouping, reason = group_tensor(tensor, codec.group)
+    else:
+        grouping, reason = group_tensor(tensor, BYTE, in_rows=False)
     if grouping is None:
         return None, reason
     if isinstance(codec, AffineCodec) or (isinstance(codec, Int8) and codec.affine):

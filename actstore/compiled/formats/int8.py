@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actstore.codecs import Int8
 from actstore.compiled.formats.base import GraphCodec
-from actstore.compiled.formats.groups import Grouping
+from actstore.compiled.formats.groups import Grouping, joined
 from actstore.policy.options import codec_text
 
 FLUSH = 2.0**-110
@@ -32,7 +32,10 @@ class Int8Graph(GraphCodec):
 
     def encode(self, tensor: Tensor) -> Sequence[Tensor]:
         grouping = self._grouping
-        values = grouping.split(grouping.rows(tensor)).to(torch.float32)
+        encoded = [self._quantize(groups.to(torch.float32)) for groups in grouping.split(grouping.rows(tensor))]
+        return grouping.join([codes for codes, _ in encoded]), joined([scales for _, scales in encoded])
+
+    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
         magnitudes = values.abs()
         finite = magnitudes < inf
         top = torch.where(finite, magnitudes, 0.0).amax(-1, keepdim=True)
@@ -46,13 +49,17 @@ class Int8Graph(GraphCodec):
             steps = torch.where(steps == 0, values.sign(), steps)
             stored = torch.where(flushed & (top != 0), LEAST_SCALE, stored)
         codes = torch.where(finite, steps, float(LOST)).to(torch.int8)
-        return grouping.join(codes), stored.squeeze(-1).to(torch.bfloat16)
+        return codes, stored.squeeze(-1).to(torch.bfloat16)
 
     def decode(self, payload: Sequence[Tensor]) -> Tensor:
         rows, scales = payload
-        steps = self._grouping.split(rows).to(torch.float32)  # Inductor's loops compare float32 faster than int8
-        values = steps * scales.to(torch.float32).unsqueeze(-1)
+        parts = zip(self._grouping.split(rows), self._grouping.split_numbers(scales), strict=True)
+        return self._grouping.restore(self._grouping.join([self._values(*part) for part in parts]))
+
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        steps = codes.to(torch.float32)  # Inductor's loops compare float32 faster than int8
+        values = steps * scales.to(torch.float32)
         if self._dtype != torch.float32:  # whose payloads never decode beyond its largest number
             largest = torch.finfo(self._dtype).max
             values = values.clamp(-largest, largest).to(self._dtype)
-        return self._grouping.restore(self._grouping.join(torch.where(steps == LOST, nan, values)))
+        return torch.where(steps == LOST, nan, values)

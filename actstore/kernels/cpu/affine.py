@@ -1,7 +1,4 @@
-"""Affine blocks on the CPU, a tile at a time: first all ranges, then all scales, then all codes.
-
-The bytes: csrc/affine.md.
-"""
+"""Affine blocks on the CPU, a tile at a time. The bytes: csrc/affine.md."""
 
 from __future__ import annotations
 
@@ -14,12 +11,14 @@ import torch
 from actstore.kernels.affine import LEVELS, widths
 from actstore.kernels.base import Kernels
 from actstore.kernels.cpu.affine_planes import PADDING_NUMEL, pack, padded, section, unpack
-from actstore.kernels.cpu.affine_scales import (
-    QUARTER,
-    away_from_zero,
-    keeping_scale_of,
-    scale_from_zero,
-    scale_of,
+from actstore.kernels.cpu.affine_tiles import (
+    TILE,
+    codes_stack,
+    copy_filled,
+    decode_groups,
+    elements_stack,
+    encode_groups,
+    groups_stack,
 )
 from actstore.kernels.cpu.language import (
     BF16,
@@ -29,38 +28,13 @@ from actstore.kernels.cpu.language import (
     INF_F32,
     KINDS,
     Parallel,
-    as_f32,
-    as_u32,
-    f16_to_f32,
-    f32,
-    get,
-    i16_at,
-    i32_at,
     in_units,
-    inline,
     kernel,
-    load,
-    load_magnitude,
     put,
-    stack_of,
-    store,
     u8_at,
-    u16,
-    u16_at,
-    u32,
-    u32_at,
 )
-from actstore.kernels.cpu.philox import NOISE_NUMEL, draw_noise, noise_stack, offset
-
-TILE = NOISE_NUMEL  # elements
-MAGIC = f32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
-ZERO = 0x4B400000  # the bits of MAGIC
-NAN_CODE = np.uint8(128)
-
-_u8, _i8, _i16, _i32 = np.uint8, np.int8, np.int16, np.int32
-_elements_stack: Any = stack_of(4 * TILE)
-_codes_stack: Any = stack_of(TILE)
-_groups_stack: Any = stack_of(4 * TILE // 32)
+from actstore.kernels.cpu.philox import draw_noise, noise_stack
+from actstore.kernels.cpu.rows import clear, gather, run_of, scatter, with_rows
 
 
 @cache
@@ -78,189 +52,15 @@ def kernels(
     run_decode = Parallel(
         _compile_decode(KINDS[dtype], bits, group, round == "dither", keep and round == "dither"), unit_nbytes
     )
-    return in_units(run_encode, run_decode, TILE)
 
+    def compiled_rows() -> tuple[Parallel, Parallel]:
+        noisy, dither = round != "nearest", round == "dither"
+        return (
+            Parallel(_compile_encode_rows(KINDS[dtype], bits, group, noisy, keep), unit_nbytes),
+            Parallel(_compile_decode_rows(KINDS[dtype], bits, group, dither, keep and dither), unit_nbytes),
+        )
 
-@inline
-def _load_ordered(source: Any, index: Any, kind: Any) -> Any:
-    """Load element `index` as an integer in the order of the values: -NaN < -Inf < finite < Inf < NaN."""
-    if kind == F32:
-        word = get(i32_at(source), index)
-        return _i32(word ^ _i32(_i32(word >> _i32(31)) & _i32(0x7FFFFFFF)))
-    half = get(i16_at(source), index)
-    return _i16(half ^ _i16(_i16(half >> _i16(15)) & _i16(0x7FFF)))
-
-
-@inline
-def _value(ordered: Any, kind: Any) -> Any:
-    """Convert a finite element in the form of `_load_ordered` to float32."""
-    magnitude = _i32(0x7FFFFFFF if kind == F32 else 0x7FFF)
-    word = u32(_i32(ordered ^ _i32(_i32(ordered >> _i32(31)) & magnitude)))
-    if kind == F32:
-        return as_f32(word)
-    if kind == BF16:
-        return as_f32(u32(word << u32(16)))
-    return f16_to_f32(u32(word & u32(0xFFFF)))
-
-
-@inline
-def _range(source: Any, start: Any, group: Any, kind: Any, inf: Any, bits: Any) -> Any:
-    """Find the least and the largest element of a group, for 8 bits of the finite ones, and whether all are finite."""
-    first = _load_ordered(source, start, kind)
-    low, high = first, first
-    for i in range(start, start + group):
-        element = _load_ordered(source, i, kind)
-        low, high = min(low, element), max(high, element)
-    finite = low >= -inf and high < inf
-    if bits == 8 and not finite:
-        least, most = _i32(0x7FFFFFFF), _i32(-0x7FFFFFFF)
-        for i in range(start, start + group):
-            element = _i32(_load_ordered(source, i, kind))
-            if -inf <= element < inf:
-                least, most = min(least, element), max(most, element)
-        if least > most:
-            return _i32(0), _i32(0), finite
-        return least, most, finite
-    return _i32(low), _i32(high), finite
-
-
-@inline
-def _code_from_zero(value: Any, factor: Any, noise: Any, i: Any, bits: Any, noisy: Any) -> Any:
-    """Return the code of an element, at least 1 where it is not zero; `factor` is 1 / scale, for two bits 4 / scale."""
-    steps = value * QUARTER * factor if bits == 2 else value * factor
-    if noisy:
-        steps = steps + offset(noise, i)
-    code = _u8(as_u32(steps + MAGIC))
-    kept = max(code, _u8(1)) if _i32(as_u32(value)) > _i32(0) else _u8(0)
-    return _u8(kept + _u8(129)) if bits == 8 else kept
-
-
-@inline
-def _code(
-    source: Any,
-    i: Any,
-    quarter: Any,
-    reciprocal: Any,
-    zero: Any,
-    noise: Any,
-    kind: Any,
-    bits: Any,
-    noisy: Any,
-    keep: Any,
-) -> Any:
-    value = load(source, i, kind)
-    above = value * QUARTER - quarter
-    steps = max(above, f32(0)) * reciprocal
-    if noisy:
-        steps = steps + offset(noise, i)
-    code = as_u32(steps + MAGIC)
-    if keep:
-        word = as_u32(value)
-        above_zero = max(code, u32(zero + u32(1))) if _i32(word) > _i32(0) else code
-        code = min(code, u32(zero - u32(1))) if word > u32(0x80000000) else above_zero
-    return _u8(u32(code + u32(129))) if bits == 8 else _u8(code)
-
-
-@inline
-def _copy(source: Any, target: Any, count: Any, padded: Any, kind: Any) -> None:
-    """Copy `count` elements, and repeat the last one up to `padded` elements."""
-    for i in range(padded):
-        if kind == F32:
-            put(u32_at(target), i, get(u32_at(source), min(i, count - 1)))
-        else:
-            put(u16_at(target), i, get(u16_at(source), min(i, count - 1)))
-
-
-@inline
-def _ranges(elements: Any, stacks: Any, groups: Any, group: Any, kind: Any, inf: Any, bits: Any, keep: Any) -> Any:
-    """Store the results of `_range` for the groups of a tile.
-
-    Return whether signs are kept, and all groups are finite and start at zero.
-    """
-    lows, highs, finites, _quarters, _reciprocals, _zeros = stacks
-    below, missing = u32(0), u32(0)
-    for index in range(groups):
-        low, high, finite = _range(elements, index * group, group, kind, inf, bits)
-        put(i32_at(lows), index, low)
-        put(i32_at(highs), index, high)
-        put(u32_at(finites), index, u32(finite))
-        below, missing = u32(below | away_from_zero(low)), u32(missing | u32(not finite))
-    return keep and u32(below | missing) == u32(0)
-
-
-@inline
-def _scales(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any, keep: Any) -> None:
-    """Store the scales and the minima of the groups of a tile, and the numbers that `_codes` needs."""
-    lows, highs, finites, quarters, reciprocals, zeros = stacks
-    for index in range(groups):
-        low, high = _value(get(i32_at(lows), index), kind), _value(get(i32_at(highs), index), kind)
-        if keep:
-            scale, minimum, quarter, reciprocal, zero = keeping_scale_of(low, high, levels, bits)
-            put(u32_at(zeros), index, u32(zero + _i32(ZERO)))
-        else:
-            scale, minimum, quarter, reciprocal = scale_of(low, high, levels)
-        if bits < 8:
-            known = get(u32_at(finites), index) != u32(0)
-            scale, minimum = scale if known else u32(0), minimum if known else u32(0x7FC0)
-        put(u32_at(quarters), index, as_u32(quarter))
-        put(u32_at(reciprocals), index, as_u32(reciprocal))
-        put(u16_at(scales), index, u16(scale))
-        put(u16_at(minima), index, u16(minimum))
-
-
-@inline
-def _scales_from_zero(stacks: Any, scales: Any, minima: Any, groups: Any, kind: Any, levels: Any, bits: Any) -> None:
-    """Store the same as `_scales`, for a tile whose groups all start at zero."""
-    _lows, highs, _finites, _quarters, reciprocals, _zeros = stacks
-    for index in range(groups):
-        scale, reciprocal = scale_from_zero(_value(get(i32_at(highs), index), kind), levels)
-        put(u32_at(reciprocals), index, as_u32(reciprocal if bits == 2 else reciprocal * QUARTER))
-        put(u16_at(scales), index, u16(scale))
-        put(u16_at(minima), index, u16(0))
-
-
-@inline
-def _codes(
-    elements: Any,
-    codes: Any,
-    stacks: Any,
-    noise: Any,
-    groups: Any,
-    group: Any,
-    kind: Any,
-    bits: Any,
-    noisy: Any,
-    keep: Any,
-) -> None:
-    """Store the codes of a tile, one per byte."""
-    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
-    _lows, _highs, finites, quarters, reciprocals, zeros = stacks
-    for index in range(groups):
-        quarter, reciprocal = as_f32(get(u32_at(quarters), index)), as_f32(get(u32_at(reciprocals), index))
-        zero = get(u32_at(zeros), index) if keep else u32(0)
-        start = index * group
-        if get(u32_at(finites), index) != u32(0):
-            for i in range(start, start + group):
-                put(u8_at(codes), i, _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep))
-        elif bits < 8:
-            for i in range(start, start + group):
-                put(u8_at(codes), i, _u8(0))
-        else:
-            for i in range(start, start + group):
-                code = _code(elements, i, quarter, reciprocal, zero, noise, kind, bits, noisy, keep)
-                put(u8_at(codes), i, code if load_magnitude(elements, i, kind) < inf else NAN_CODE)
-
-
-@inline
-def _codes_from_zero(
-    elements: Any, codes: Any, stacks: Any, noise: Any, groups: Any, group: Any, kind: Any, bits: Any, noisy: Any
-) -> None:
-    """Store the same as `_codes`, for a tile whose groups all start at zero."""
-    _lows, _highs, _finites, _quarters, reciprocals, _zeros = stacks
-    for index in range(groups):
-        factor = as_f32(get(u32_at(reciprocals), index))
-        for i in range(index * group, index * group + group):
-            put(u8_at(codes), i, _code_from_zero(load(elements, i, kind), factor, noise, i, bits, noisy))
+    return with_rows(in_units(run_encode, run_decode, TILE), compiled_rows, group, TILE)
 
 
 def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -> Any:
@@ -270,10 +70,10 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         noise = noise_stack() if noisy else 0
-        lows, highs, finites = _groups_stack(), _groups_stack(), _groups_stack()
-        quarters, reciprocals, zeros = _groups_stack(), _groups_stack(), _groups_stack()
+        lows, highs, finites = groups_stack(), groups_stack(), groups_stack()
+        quarters, reciprocals, zeros = groups_stack(), groups_stack(), groups_stack()
         stacks = (lows, highs, finites, quarters, reciprocals, zeros)
-        copy, bytes_ = _elements_stack(), _codes_stack()
+        copy, bytes_ = elements_stack(), codes_stack()
         upper = payload + section(numel * low_bits)
         scales = upper + section(numel * high_bits)
         minima = scales + section(16 * -(-numel // group))
@@ -284,27 +84,37 @@ def _compile_encode(kind: int, bits: int, group: int, noisy: bool, keep: bool) -
             if noisy:
                 draw_noise(noise, tile * TILE, key)
             if count < TILE:
-                _copy(elements, copy, count, groups * group, kind)
+                copy_filled(elements, copy, count, groups * group, kind)
                 elements = copy
 
             codes = lower if bits == 8 and count == TILE else bytes_
             scales_at, minima_at = scales + tile * (TILE // group * 2), minima + tile * (TILE // group * 2)
-            if _ranges(elements, stacks, groups, group, kind, inf, bits, keep) and keep:  # behind ReLU
-                _scales_from_zero(stacks, scales_at, minima_at, groups, kind, levels, bits)
-                _codes_from_zero(elements, codes, stacks, noise, groups, group, kind, bits, noisy)
-            else:
-                _scales(stacks, scales_at, minima_at, groups, kind, levels, bits, keep)
-                _codes(elements, codes, stacks, noise, groups, group, kind, bits, noisy, keep)
+            encode_groups(
+                elements,
+                codes,
+                stacks,
+                scales_at,
+                minima_at,
+                noise,
+                groups,
+                group,
+                kind,
+                inf,
+                levels,
+                bits,
+                noisy,
+                keep,
+            )
             if bits < 8 or count < TILE:
                 for i in range(count, -(-count // PADDING_NUMEL) * PADDING_NUMEL):
-                    put(u8_at(codes), i, _u8(0))
+                    put(u8_at(codes), i, np.uint8(0))
                 pack(codes, lower, padded(count, low_bits), 0, low_bits)
                 if high_bits:
                     above = upper + tile * (TILE * high_bits // 8)
                     pack(codes, above, padded(count, high_bits), low_bits, high_bits)
             if tile * TILE + count == numel:
                 for i in range(2 * -(-numel // group), minima - scales):
-                    put(u8_at(scales), i, _u8(0))
+                    put(u8_at(scales), i, np.uint8(0))
 
     return encode
 
@@ -315,7 +125,7 @@ def _compile_decode(kind: int, bits: int, group: int, dither: bool, keep: bool) 
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         noise = noise_stack() if dither else 0
-        copy, bytes_ = _elements_stack(), _codes_stack()
+        copy, bytes_ = elements_stack(), codes_stack()
         upper = payload + section(numel * low_bits)
         scales = upper + section(numel * high_bits)
         minima = scales + section(16 * -(-numel // group))
@@ -333,21 +143,93 @@ def _compile_decode(kind: int, bits: int, group: int, dither: bool, keep: bool) 
                 if high_bits:
                     above = upper + tile * (TILE * high_bits // 8)
                     unpack(above, codes, padded(count, high_bits), low_bits, high_bits)
-            for index in range(groups):
-                minimum = u32(u32(get(u16_at(minima), tile * (TILE // group) + index)) << u32(16))
-                scale = u32(u32(get(u16_at(scales), tile * (TILE // group) + index)) << u32(16))
-                quarter, step = as_f32(minimum) * QUARTER, as_f32(scale) * QUARTER
-                unknown = u32(minimum & u32(0x7FFFFFFF)) >= INF_F32
-                start = index * group
-                for i in range(start, start + group):
-                    code = get(u8_at(codes), i)
-                    steps = f32(_i8(code)) + f32(127) if bits == 8 else f32(code)
-                    if dither:
-                        silent = keep and quarter + steps * step == f32(0)
-                        steps = steps if silent else steps - offset(noise, i)
-                    missing = unknown or (bits == 8 and code == NAN_CODE)
-                    store(elements, i, (quarter + steps * step) * f32(4), missing, kind)
+            scales_at, minima_at = scales + tile * (TILE // group * 2), minima + tile * (TILE // group * 2)
+            decode_groups(codes, scales_at, minima_at, elements, noise, groups, group, kind, bits, dither, keep)
             if count < TILE:
-                _copy(copy, target + tile * TILE * itemsize, count, count, kind)
+                copy_filled(copy, target + tile * TILE * itemsize, count, count, kind)
+
+    return decode
+
+
+def _compile_encode_rows(kind: int, bits: int, group: int, noisy: bool, keep: bool) -> Any:
+    inf = int(INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16)
+    levels, (low_bits, high_bits) = LEVELS[bits], widths(bits)
+
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        noise = noise_stack() if noisy else 0
+        lows, highs, finites = groups_stack(), groups_stack(), groups_stack()
+        quarters, reciprocals, zeros = groups_stack(), groups_stack(), groups_stack()
+        stacks = (lows, highs, finites, quarters, reciprocals, zeros)
+        elements, codes = elements_stack(), codes_stack()
+        width = extra >> 24
+        rows, parts = numel // width, -(-width // group)
+        low_nbytes, high_nbytes = (width * low_bits + 7) // 8, (width * high_bits + 7) // 8
+        upper = payload + section(8 * rows * low_nbytes)
+        scales = upper + section(8 * rows * high_nbytes)
+        minima = scales + section(16 * rows * parts)
+        for tile in range(first, last):
+            start = tile * (TILE // group)
+            groups = min(TILE // group, rows * parts - start)
+            if noisy:
+                draw_noise(noise, tile * TILE, key)
+            gather(source, elements, start, start + groups, extra, group, kind)
+            encode_groups(
+                elements, codes, stacks, scales + 2 * start, minima + 2 * start, noise, groups, group, kind, inf,
+                levels, bits, noisy, keep,
+            )  # fmt: skip
+            index = start
+            while index < start + groups:
+                row, at, count, passed = run_of(index, start + groups, extra, group)
+                each = codes + (index - start) * group
+                lower, above = payload + row * low_nbytes, upper + row * high_nbytes
+                clear(each + count, -count & 7)
+                most = (count * low_bits + 7) // 8 * (8 // low_bits)
+                pack(each, lower + at * low_bits // 8, most, 0, low_bits)
+                if high_bits:
+                    most = (count * high_bits + 7) // 8 * (8 // high_bits)
+                    pack(each, above + at * high_bits // 8, most, low_bits, high_bits)
+                index += passed
+            if start + groups == rows * parts:
+                clear(payload + rows * low_nbytes, upper - payload - rows * low_nbytes)
+                clear(upper + rows * high_nbytes, scales - upper - rows * high_nbytes)
+                clear(scales + 2 * rows * parts, minima - scales - 2 * rows * parts)
+
+    return encode
+
+
+def _compile_decode_rows(kind: int, bits: int, group: int, dither: bool, keep: bool) -> Any:
+    low_bits, high_bits = widths(bits)
+
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        noise = noise_stack() if dither else 0
+        elements, codes = elements_stack(), codes_stack()
+        width = extra >> 24
+        rows, parts = numel // width, -(-width // group)
+        low_nbytes, high_nbytes = (width * low_bits + 7) // 8, (width * high_bits + 7) // 8
+        upper = payload + section(8 * rows * low_nbytes)
+        scales = upper + section(8 * rows * high_nbytes)
+        minima = scales + section(16 * rows * parts)
+        for tile in range(first, last):
+            start = tile * (TILE // group)
+            groups = min(TILE // group, rows * parts - start)
+            if dither:
+                draw_noise(noise, tile * TILE, key)
+            index = start
+            while index < start + groups:
+                row, at, count, passed = run_of(index, start + groups, extra, group)
+                each = codes + (index - start) * group
+                lower, above = payload + row * low_nbytes, upper + row * high_nbytes
+                most = (count * low_bits + 7) // 8 * (8 // low_bits)
+                unpack(lower + at * low_bits // 8, each, most, 0, low_bits)
+                if high_bits:
+                    most = (count * high_bits + 7) // 8 * (8 // high_bits)
+                    unpack(above + at * high_bits // 8, each, most, low_bits, high_bits)
+                index += passed
+            decode_groups(
+                codes, scales + 2 * start, minima + 2 * start, elements, noise, groups, group, kind, bits, dither, keep
+            )
+            scatter(elements, target, start, start + groups, extra, group, kind)
 
     return decode

@@ -36,6 +36,7 @@ from actstore.kernels.cpu.language import (
     u32,
 )
 from actstore.kernels.cpu.philox import noise_stack, renew_noise
+from actstore.kernels.cpu.rows import place_of, with_rows
 
 FLUSH = u32(0x0E800000)  # 2^-98
 LEAST_NORMAL = u32(0x3C800000)  # 2^-6, the least normal e4m3
@@ -51,7 +52,14 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, ro
     below = 0xFFFF if scale == "linear" else 0x7FFFFF
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], group), unit_nbytes)
-    return in_units(run_encode, run_decode, group, below)
+
+    def compiled_rows() -> tuple[Parallel, Parallel]:
+        return (
+            Parallel(_compile_encode_rows(KINDS[dtype], group, round != "nearest", keep), unit_nbytes),
+            Parallel(_compile_decode_rows(KINDS[dtype], group), unit_nbytes),
+        )
+
+    return with_rows(in_units(run_encode, run_decode, group, below), compiled_rows, group, group, below)
 
 
 @inline
@@ -189,5 +197,50 @@ def _compile_decode(kind: int, group: int) -> Any:
             _decode_group(payload, scales, target, index, index * group, group, kind)
         if last > full:
             _decode_group(payload, scales, target, full, full * group, numel - full * group, kind)
+
+    return decode
+
+
+def _compile_encode_rows(kind: int, group: int, noisy: bool, keep: bool) -> Any:
+    itemsize = 4 if kind == F32 else 2
+
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        scales = payload + ((numel + 15) & -16)
+        below = u32(extra & 0xFFFFFF)
+        noise = noise_stack() if noisy else 0
+        for index in range(first, last):
+            row, start, count = place_of(index, extra, group)
+            start += row * (extra >> 24)
+            filled = index * group  # its place where rows are filled up to whole groups
+            drawn = renew_noise(noise, filled, first * group, key) + filled - start if noisy else 0
+            if count == group:
+                top = largest_of(source + start * itemsize, group, kind, False)
+                _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy, keep, False)
+            else:
+                last_top: Any = u32(0) if kind == F32 else u16(0)
+                for i in range(start, start + count):
+                    last_top = max(last_top, load_magnitude(source, i, kind))
+                _encode_group(
+                    source, payload, scales, drawn, below, last_top, index, start, count, kind, noisy, keep, False
+                )
+            if start + count == numel:
+                for i in range(numel, scales - payload):
+                    put(u8_at(payload), i, _u8(0))
+
+    return encode
+
+
+def _compile_decode_rows(kind: int, group: int) -> Any:
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        scales = payload + ((numel + 15) & -16)
+        for index in range(first, last):
+            row, start, count = place_of(index, extra, group)
+            start += row * (extra >> 24)
+            if count == group:
+                _decode_group(payload, scales, target, index, start, group, kind)
+            else:
+                _decode_group(payload, scales, target, index, start, count, kind)
 
     return decode

@@ -37,6 +37,7 @@ from actstore.kernels.cpu.language import (
     u32,
 )
 from actstore.kernels.cpu.philox import noise_stack, offset, renew_noise
+from actstore.kernels.cpu.rows import place_of, with_rows
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
 FLUSH = u32(0x08800000)  # 2^-110
@@ -55,7 +56,15 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
     run_decode = Parallel(
         _compile_decode(KINDS[dtype], group, round == "dither", keep and round == "dither"), unit_nbytes
     )
-    return in_units(run_encode, run_decode, group)
+
+    def compiled_rows() -> tuple[Parallel, Parallel]:
+        noisy, dither = round != "nearest", round == "dither"
+        return (
+            Parallel(_compile_encode_rows(KINDS[dtype], group, noisy, keep), unit_nbytes),
+            Parallel(_compile_decode_rows(KINDS[dtype], group, dither, keep and dither), unit_nbytes),
+        )
+
+    return with_rows(in_units(run_encode, run_decode, group), compiled_rows, group, group)
 
 
 @inline
@@ -209,5 +218,44 @@ def _compile_decode(kind: int, group: int, dither: bool, keep: bool) -> Any:
             start = full * group
             drawn = renew_noise(noise, start, first * group, key) if dither else 0
             _decode_group(payload, scales, target, drawn, full, start, numel - start, kind, dither, keep)
+
+    return decode
+
+
+def _compile_encode_rows(kind: int, group: int, noisy: bool, keep: bool) -> Any:
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        scales = payload + ((numel + 15) & -16)
+        noise = noise_stack() if noisy else 0
+        for index in range(first, last):
+            row, start, count = place_of(index, extra, group)
+            start += row * (extra >> 24)
+            filled = index * group  # its place where rows are filled up to whole groups
+            drawn = renew_noise(noise, filled, first * group, key) + filled - start if noisy else 0
+            if count == group:
+                _encode_group(source, payload, scales, drawn, index, start, group, kind, noisy, keep)
+            else:
+                _encode_group(source, payload, scales, drawn, index, start, count, kind, noisy, keep)
+            if start + count == numel:
+                for i in range(numel, scales - payload):
+                    put(u8_at(payload), i, _u8(0))
+
+    return encode
+
+
+def _compile_decode_rows(kind: int, group: int, dither: bool, keep: bool) -> Any:
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        scales = payload + ((numel + 15) & -16)
+        noise = noise_stack() if dither else 0
+        for index in range(first, last):
+            row, start, count = place_of(index, extra, group)
+            start += row * (extra >> 24)
+            filled = index * group
+            drawn = renew_noise(noise, filled, first * group, key) + filled - start if dither else 0
+            if count == group:
+                _decode_group(payload, scales, target, drawn, index, start, group, kind, dither, keep)
+            else:
+                _decode_group(payload, scales, target, drawn, index, start, count, kind, dither, keep)
 
     return decode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -61,23 +61,17 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
     def units(numel: int, columns: int) -> int:
         return -(-numel // (columns * group)) * -(-columns // SEGMENT_COLUMNS)
 
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
-        if columns == 1:
-            along_elements.encode(src, out, numel, key)
-            return
-        run_encode(
-            src.data_ptr(), payload_pointer(out), numel, key, columns << GROUP_BITS | group, units(numel, columns)
-        )
+    def encode(numel: int, columns: int, src: torch.Tensor, out: torch.Tensor, key: int) -> None:
+        extra = columns << GROUP_BITS | group
+        run_encode(src.data_ptr(), payload_pointer(out), numel, key, extra, units(numel, columns))
 
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
-        if columns == 1:
-            along_elements.decode(buf, out, numel, key)
-            return
-        run_decode(
-            payload_pointer(buf), out.data_ptr(), numel, key, columns << GROUP_BITS | group, units(numel, columns)
-        )
+    def decode(numel: int, columns: int, buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+        extra = columns << GROUP_BITS | group
+        run_decode(payload_pointer(buf), out.data_ptr(), numel, key, extra, units(numel, columns))
 
-    return Kernels(encode, decode)
+    return along_elements._replace(
+        rows=lambda numel, columns: (partial(encode, numel, columns), partial(decode, numel, columns))
+    )
 
 
 @inline

@@ -37,6 +37,7 @@ from actstore.kernels.cpu.language import (
     u32,
     u32_at,
 )
+from actstore.kernels.cpu.rows import clear, gather, run_of, scatter, with_rows
 from actstore.kernels.nf4 import BNB_LEAST, BOUNDS, FLUSH, LARGEST, NAN, VALUES, ZERO
 
 TILE = 1024  # elements in a unit of work, a multiple of every group
@@ -58,7 +59,17 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, k
     unit_nbytes = TILE * dtype.itemsize
     run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb", keep), unit_nbytes)
     run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
-    return in_units(run_encode, run_decode, TILE)
+    kernels = in_units(run_encode, run_decode, TILE)
+    if layout == "bnb":
+        return kernels
+
+    def compiled_rows() -> tuple[Parallel, Parallel]:
+        return (
+            Parallel(_compile_encode_rows(KINDS[dtype], group, keep), unit_nbytes),
+            Parallel(_compile_decode_rows(KINDS[dtype], group), unit_nbytes),
+        )
+
+    return with_rows(kernels, compiled_rows, group, TILE)
 
 
 @inline
@@ -232,12 +243,6 @@ def _copy(source: Any, target: Any, nbytes: Any) -> None:
         put(u8_at(target), i, get(u8_at(source), i))
 
 
-@inline
-def _clear(target: Any, nbytes: Any) -> None:
-    for i in range(nbytes):
-        put(u8_at(target), i, np.uint8(0))
-
-
 def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
     itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
 
@@ -256,7 +261,7 @@ def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
             start = full * TILE
             count = numel - start
             elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
-            _clear(elements, itemsize * TILE)
+            clear(elements, itemsize * TILE)
             _copy(source + start * itemsize, elements, count * itemsize)
             unsigned = _find_tops(elements, tops, group, kind, keep)
             _encode_tile(elements, packed, scales, tops, group, kind, bnb, keep, unsigned)
@@ -264,7 +269,7 @@ def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
                 _encode_short_bnb(elements, packed, scales, count // group * group, group, kind, keep)
             _copy(packed, payload + start // 2, packed_nbytes - start // 2)
             _copy(scales, absmaxes + start // group * width, -(-count // group) * width)
-            _clear(payload + packed_nbytes, absmaxes - payload - packed_nbytes)
+            clear(payload + packed_nbytes, absmaxes - payload - packed_nbytes)
 
     return encode
 
@@ -285,11 +290,65 @@ def _compile_decode(kind: int, group: int, bnb: bool) -> Any:
             start = full * TILE
             count = numel - start
             elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
-            _clear(packed, TILE // 2)
-            _clear(scales, 4 * TILE // 32)
+            clear(packed, TILE // 2)
+            clear(scales, 4 * TILE // 32)
             _copy(payload + start // 2, packed, packed_nbytes - start // 2)
             _copy(absmaxes + start // group * width, scales, -(-count // group) * width)
             _decode_tile(packed, scales, elements, group, kind, bnb)
             _copy(elements, target + start * itemsize, count * itemsize)
+
+    return decode
+
+
+def _compile_encode_rows(kind: int, group: int, keep: bool) -> Any:
+    @kernel
+    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        width = extra >> 24
+        rows, row_nbytes = numel // width, (width + 1) // 2
+        total = rows * ((width + group - 1) // group)
+        absmaxes = payload + ((rows * row_nbytes + 15) & -16)
+        tops, elements, packed, scales = _groups_stack(), _elements_stack(), _packed_stack(), _groups_stack()
+        for tile in range(first, last):
+            start = tile * (TILE // group)
+            groups = min(TILE // group, total - start)
+            if groups < TILE // group:
+                clear(elements, TILE * (4 if kind == F32 else 2))
+            gather(source, elements, start, start + groups, extra, group, kind)
+            unsigned = _find_tops(elements, tops, group, kind, keep)
+            _encode_tile(elements, packed, scales, tops, group, kind, False, keep, unsigned)
+            _copy(scales, absmaxes + 2 * start, 2 * groups)
+            index = start
+            while index < start + groups:
+                row, at, count, passed = run_of(index, start + groups, extra, group)
+                codes = payload + row * row_nbytes + at // 2
+                _copy(packed + (index - start) * group // 2, codes, (count + 1) // 2)
+                if count % 2:
+                    put(u8_at(codes), count // 2, np.uint8(get(u8_at(codes), count // 2) & np.uint8(15)))
+                index += passed
+            if start + groups == total:
+                clear(payload + rows * row_nbytes, absmaxes - payload - rows * row_nbytes)
+
+    return encode
+
+
+def _compile_decode_rows(kind: int, group: int) -> Any:
+    @kernel
+    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
+        width = extra >> 24
+        rows, row_nbytes = numel // width, (width + 1) // 2
+        total = rows * ((width + group - 1) // group)
+        absmaxes = payload + ((rows * row_nbytes + 15) & -16)
+        elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
+        for tile in range(first, last):
+            start = tile * (TILE // group)
+            groups = min(TILE // group, total - start)
+            index = start
+            while index < start + groups:
+                row, at, count, passed = run_of(index, start + groups, extra, group)
+                _copy(payload + row * row_nbytes + at // 2, packed + (index - start) * group // 2, (count + 1) // 2)
+                index += passed
+            _copy(absmaxes + 2 * start, scales, 2 * groups)
+            _decode_tile(packed, scales, elements, group, kind, False)
+            scatter(elements, target, start, start + groups, extra, group, kind)
 
     return decode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from actstore.kernels.base import Kernels, aligned
@@ -23,30 +25,12 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
     def blocks(numel: int, columns: int) -> int:
         return -(-numel // (columns * group)) * -(-columns // BLOCK_COLUMNS)
 
-    def encode(
-        src: torch.Tensor,
-        out: torch.Tensor,
-        numel: int,
-        key: int,
-        columns: int = 1,
-        count: torch.Tensor | None = None,
-    ) -> None:
-        if columns == 1:
-            along_elements.encode(src, out, numel, key, count=count)
-            return
+    def encode(numel: int, columns: int, src: torch.Tensor, out: torch.Tensor, key: int) -> None:
         run_encode(blocks(numel, columns), src, aligned(out), numel, key, group, columns)
 
-    def decode(
-        buf: torch.Tensor,
-        out: torch.Tensor,
-        numel: int,
-        key: int,
-        columns: int = 1,
-        count: torch.Tensor | None = None,
-    ) -> None:
-        if columns == 1:
-            along_elements.decode(buf, out, numel, key, count=count)
-            return
+    def decode(numel: int, columns: int, buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
         run_decode(blocks(numel, columns), aligned(buf), out, numel, key, group, columns)
 
-    return Kernels(encode, decode)
+    return along_elements._replace(
+        rows=lambda numel, columns: (partial(encode, numel, columns), partial(decode, numel, columns))
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn.functional import pad
@@ -17,10 +18,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
     """Return the kernels for one dtype and set of options. They allocate temporaries and never wait for the device."""
     along_elements = int8_torch.kernels(dtype, device, group, round, keep)
 
-    def encode(src: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
-        if columns == 1:
-            along_elements.encode(src, out, numel, key)
-            return
+    def encode(numel: int, columns: int, src: torch.Tensor, out: torch.Tensor, key: int) -> None:
         codes, scales = _sections(out, numel, group, columns)
         out[numel : round_up(numel)].zero_()
         for start, count, first, last in _chunks(numel, group, columns):
@@ -29,10 +27,7 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
             found, scales[first:last] = int8_torch.quantize(values, noise, keep)
             codes[start : start + count] = found.view(-1)[:count]
 
-    def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int, columns: int = 1) -> None:
-        if columns == 1:
-            along_elements.decode(buf, out, numel, key)
-            return
+    def decode(numel: int, columns: int, buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
         codes, scales = _sections(buf, numel, group, columns)
         for start, count, first, last in _chunks(numel, group, columns):
             found = _tiled(codes[start : start + count], group, columns)
@@ -43,7 +38,9 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
             values = steps * scales[first:last].to(torch.float32).view(-1, 1, columns)
             store(values, found == -128, storage_slice(out, start, count))
 
-    return Kernels(encode, decode)
+    return along_elements._replace(
+        rows=lambda numel, columns: (partial(encode, numel, columns), partial(decode, numel, columns))
+    )
 
 
 def _sections(payload: torch.Tensor, numel: int, group: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
