@@ -21,7 +21,7 @@ from actstore.codecs.base import LOSSY_DTYPES
 # Producers whose output error is amplified: by exp, by a division of small differences, or because it is the loss.
 # Measured on a character GPT: norm statistics are 0.14 % of the saved bytes and up to 86 % of the gradient error when
 # encoded; log-softmax 1.5 % of the bytes and up to 20,000 %.
-_EXACT_PRODUCERS = frozenset(
+EXACT_PRODUCERS = frozenset(
     {
         "SoftmaxBackward0", "LogSoftmaxBackward0", "SafeSoftmaxBackward0", "LogsumexpBackward0",
         "NllLossBackward0", "NllLoss2DBackward0", "LinalgEighBackward0", "LinalgSvdBackward0",
@@ -69,7 +69,7 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
         return WITHOUT_GRADIENT
     if "Norm" in producer and tensor.output_nr:
         return "a statistic of a normalisation"
-    if producer in _EXACT_PRODUCERS:
+    if producer in EXACT_PRODUCERS:
         return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"
     return STATISTIC if is_reduced(tensor.shape, tensor.stride(), _shapes_before(tensor)) else ""
 

@@ -12,6 +12,7 @@ from time import perf_counter_ns
 import torch
 from torch.nn import functional
 
+from actstore.autograd.protect import EXACT_PRODUCERS
 from actstore.base.units import format_nbytes
 from actstore.display.naming import layer_pattern
 from actstore.display.text import percent
@@ -170,7 +171,8 @@ def _nbytes(tensor: InspectedTensor) -> int:
 
 
 def _is_encoded(tensor: InspectedTensor) -> bool:
-    return tensor.saved_bytes >= MIN_NBYTES and _dtype(tensor).is_floating_point and tensor.operator not in _LOSSES
+    exact = tensor.operator in _LOSSES or tensor.producer in EXACT_PRODUCERS
+    return tensor.saved_bytes >= MIN_NBYTES and _dtype(tensor).is_floating_point and not exact
 
 
 def _dtype(tensor: InspectedTensor) -> torch.dtype:

@@ -129,3 +129,13 @@ def test_what_is_beside_activations():
     assert beside.gradients_bytes == weights
     assert beside.optimizer_bytes == 2 * weights + 4 * 4  # a step count for each of four weights
     assert str(beside) == "beside activations: weights 424 B, gradients 352 B, optimizer 720 B"
+
+
+def test_the_peak_of_attention_with_dropout_is_at_most_what_is_predicted():
+    """Its softmax stays exact; its masks are bits."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 8, 256, 0.1, "gelu", batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(8, 128, 128)
+    found = inspect_step(lambda: model(x).square().mean(), ActivationStore(model, "keep"), try_policies=True)
+    (int8,) = (each for each in found.suggestions if each.policy == "int8")
+    assert int8.tried_peak_bytes <= int8.peak_bytes
