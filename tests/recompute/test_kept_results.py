@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from actstore import SampleErrors
 from actstore.errors import MutationError, StateError
 from tests.autograd.checks import check_drained, check_same, gc_off
+from tests.recompute.regions import Runs
 from tests.recompute.test_excepted import (
     EXACT,
     LOSSY,
