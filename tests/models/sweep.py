@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, under each policy, against plain training: ``make test-models``.
+"""Models of other projects, under each policy, against plain training: ``make test-models``.
 
 Exact policies must leave the loss, all gradients and buffers, and the state of the random generator as plain training
 does, bit for bit. Of lossy ones the error of all gradients together is printed, beside that of plain bfloat16 autocast.
