@@ -121,9 +121,7 @@ class Scope:
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
-                note = Note(f"a {tensor.layout} tensor has no storage of its own", kept=True)
-                frame.place.account(frame.index).note = note
-                return tensor.detach(), tensor._version, frame
+                return _without_storage(tensor, frame)
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
                 key, small = hold_weak(storage), frame.small  # the reference is first, as in `Storages.meet`
@@ -404,3 +402,8 @@ class Scope:
                 handle.account.alive += nbytes
             self._store.remember(weak for stored in self.storages.stored.values() for weak in stored)
             self.storages.clear()
+
+
+def _without_storage(tensor: Tensor, frame: Frame) -> Handle:
+    frame.place.account(frame.index).note = Note(f"a {tensor.layout} tensor has no storage of its own", kept=True)
+    return tensor.detach(), tensor._version, frame
