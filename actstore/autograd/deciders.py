@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from actstore.autograd.functions import chooses
 from actstore.autograd.protect import TRANSPARENT
-from actstore.base.called import operator_name
+from actstore.base.called import last_number, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
@@ -42,9 +42,7 @@ _BY_RESULT = frozenset(
 _BY_SIGN = frozenset(
     {
         "abs", "absolute", "prelu", "prelu_kernel", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "i0e", "i1e",
-        # They divide by it: a small number that comes back as zero gives infinity.
-        "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div",
-        "cosine_similarity", "addcdiv", "prod", "cumprod", "vander",
+        "cosine_similarity",
     }
 )  # fmt: skip
 _BY_VALUE = frozenset(
@@ -54,13 +52,19 @@ _BY_VALUE = frozenset(
         "scatter_reduce", "index_reduce", "segment_reduce", "pdist", "pairwise_distance", "dist", "cdist", "renorm",
         "norm", "vector_norm", "matrix_norm", "corrcoef", "copysign", "nextafter", "remainder", "fmod", "%",
         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "relu6", "hardsigmoid", "hardswish",
+        # They divide by it, or take its root: the error of a number that is small in its group is large beside it.
+        "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div", "addcdiv",
+        "prod", "cumprod", "vander", "atan2", "arctan2",
         # A small error crosses a pole of their slopes, or grows exponentially.
         "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
         "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "binary_cross_entropy", "logsumexp",
-        "logcumsumexp", "log1p", "xlog1py", "lu", "lu_solve", "triangular_solve", "solve_triangular", "cholesky_solve",
+        "logcumsumexp", "logaddexp", "logaddexp2", "log1p", "xlog1py", "lu", "lu_solve", "triangular_solve",
+        "solve_triangular", "cholesky_solve",
     }
 )  # fmt: skip
-_BY_NAME = _BY_SIGN | _BY_VALUE
+_BY_DIVISOR = frozenset({"/", "div", "divide", "true_divide", "truediv", "idiv", "itruediv"})
+_BY_EXPONENT = frozenset({"**", "pow", "ipow"})
+_BY_NAME = _BY_SIGN | _BY_VALUE | _BY_DIVISOR | _BY_EXPONENT
 _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _CHECKPOINT = "a checkpoint of the model's own"
@@ -176,12 +180,13 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def keep_decisions(
-    codec: Codec, tensor: Tensor, producer: str, *, read: bool, protected: bool
+    codec: Codec, tensor: Tensor, producer: str, *, read: bool, protected: bool, before: tuple[int, int] = (0, 0)
 ) -> tuple[Codec | None, str]:
     """Choose the codec of a lossy payload of `tensor`, the output of `producer`, so that backward decides as in plain.
 
     read : whether an operator saves it now, whose backward reads it
     protected : whether what may decide by it counts as what does: calls without a name, Functions, checkpoints
+    before : sequence number, one ahead, of the last node that has saved a tensor before, and the bytes of that tensor
 
     Returns
     -------
@@ -193,7 +198,7 @@ def keep_decisions(
         return codec, ""
     if _thread.recomputes:
         return kept, "recomputation decides by its sign" + ("" if kept else f", which {codec.name} loses")
-    reader, need = _reader(tensor) if read else ("", "")
+    reader, need = _reader(tensor, before=before) if read else ("", "")
     if isinstance(need, _Guess):
         need = need.need if protected else ""
     if isinstance(need, Side):
@@ -212,10 +217,10 @@ def keep_decisions(
     return kept, f"{decider} decides by its sign" + ("" if kept else f", which {codec.name} loses")
 
 
-# By the code that has the order of a norm as its local `p`: orders that need no more than signs.
-_ORDERS: dict[CodeType, tuple[Any, ...]] = {
-    torch_functional.norm.__code__: (None, "fro", 1, 2),
-    torch_functional.cdist.__code__: (2,),
+# By the code that has the order of a norm as its local `p`: the needs of orders that do not need all bits.
+_ORDERS: dict[CodeType, dict[Any, str]] = {
+    torch_functional.norm.__code__: {None: "", "fro": "", 2: "", 1: SIGN},
+    torch_functional.cdist.__code__: {2: SIGN},
 }
 _SMOOTH = {_function("grid_sample"): "input"}  # the local of a reader that backward only computes with
 
@@ -225,20 +230,30 @@ def is_reader(frame: FrameType) -> bool:
     if _is_ours(frame):  # a hook around ours
         return (above := caller()) is not None and above is not frame and is_reader(above)
     name = operator_name(frame)
-    return not name or name in _BY_NAME or frame.f_code in READERS
+    return not name or frame.f_code in READERS or (name in _BY_NAME and not _is_smooth_power(frame, name))
 
 
-def _named_reader(frame: FrameType) -> tuple[str, Need | _Guess]:
-    """Find the operator that `frame` calls by its name, and its need."""
+def _is_smooth_power(frame: FrameType, name: str) -> bool:
+    """Return whether `frame` calls a power whose slope is one of 1 or more, or a number."""
+    exponent = last_number(frame) if name in _BY_EXPONENT else None
+    return exponent is not None and (exponent >= 2 or exponent == 1)
+
+
+def _named_reader(frame: FrameType, tensor: Tensor, *, before: tuple[int, int]) -> tuple[str, Need | _Guess]:
+    """Find the operator that `frame` calls by its name, and its need of `tensor`."""
     name = operator_name(frame)
     if not name:
         return _UNKNOWN, _Guess(EXACT)
-    if frame.f_code in _ORDERS:
-        return name, SIGN if frame.f_locals["p"] in _ORDERS[frame.f_code] else EXACT
+    if frame.f_code in _ORDERS and not _is_result(tensor):
+        return name, _ORDERS[frame.f_code].get(frame.f_locals["p"], EXACT)
+    if name in _BY_EXPONENT:
+        return name, "" if _is_smooth_power(frame, name) else EXACT
+    if name in _BY_DIVISOR:
+        return name, "" if _is_divided_by_smaller(tensor, *before) else EXACT
     return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""
 
 
-def _reader(tensor: Tensor) -> tuple[str, Need | _Guess]:
+def _reader(tensor: Tensor, *, before: tuple[int, int]) -> tuple[str, Need | _Guess]:
     """Find the operator that saves `tensor` now, and its need; empty if it is unknown, or if `tensor` is its result."""
     frame = caller()
     if frame is None:
@@ -247,7 +262,7 @@ def _reader(tensor: Tensor) -> tuple[str, Need | _Guess]:
         return _CHECKPOINT, _Guess(EXACT)
     find = READERS.get(frame.f_code)
     if find is None:
-        return _named_reader(frame)
+        return _named_reader(frame, tensor, before=before)
     need = find(frame)
     if frame.f_code is _OF_FUNCTION:
         if _is_in_graph():
@@ -274,6 +289,15 @@ def _is_in_graph() -> bool:
 def _is_result(tensor: Tensor) -> bool:
     """Return whether `tensor` is the result of the operator that saves it; later operators share the payload."""
     return _is_made_now(tensor) and not _is_overwritten(tensor)
+
+
+def _is_divided_by_smaller(tensor: Tensor, number: int, nbytes: int) -> bool:
+    """Return whether the node that saves `tensor` has saved a smaller one before: a quotient saves its divisor first.
+
+    An element that is divided by a small one must be as exact as that. Where a divisor is for many elements, their
+    errors count together, as in a norm.
+    """
+    return number == _get_sequence_nr() - _is_overwritten(tensor) and nbytes < tensor.nbytes
 
 
 def _is_overwritten(tensor: Tensor) -> bool:

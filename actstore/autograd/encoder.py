@@ -12,7 +12,7 @@ from torch._C._dynamo import guards
 
 from actstore.autograd.deciders import caller, is_reader
 from actstore.autograd.handles import Kept, Stored
-from actstore.autograd.protect import TRANSPARENT
+from actstore.autograd.protect import TRANSPARENT, may_be_reduced
 from actstore.autograd.regions import exact_copy, is_whole, region_of
 from actstore.autograd.sharing import Sharing
 from actstore.autograd.tracker import Precedent
@@ -42,12 +42,15 @@ class Encoder:
     sharing : the search for payloads that can serve again
     unsettled : handles that wait for the node that runs to end, each with its codec and its tiers
     unsettled_nr : the sequence number of that node
+    before : the sequence number, one ahead, of the last node that has saved a tensor without a precedent, and the bytes
+        of that tensor, 0 for a small one or a parameter
     """
 
     def __init__(self, store: Store, forward: ForwardPass, tracker: Tracker) -> None:
         self.sharing = Sharing(store)
         self.unsettled: list[tuple[ref[Stored], Codec, tuple[str, ...]]] = []
         self.unsettled_nr = 0
+        self.before = 0, 0
         self._store = store
         self._forward = forward
         self._tracker = tracker
@@ -175,7 +178,7 @@ def set_precedent(
     code, at = None, 0
     if producer and not codec.lossless:
         frame = caller()
-        if "Norm" in producer or frame is None or is_reader(frame):
+        if "Norm" in producer or frame is None or is_reader(frame) or may_be_reduced(handle.shape, handle.stride):
             return
         code, at = (frame.f_code, frame.f_lasti) if calls_one_operator(frame) else (_ANY_CODE, 0)
     shape, stride = handle.shape, handle.stride

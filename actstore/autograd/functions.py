@@ -1,4 +1,4 @@
-"""Decisions in the backward of an `autograd.Function`, read from its code.
+"""Decisions and divisions in the backward of an `autograd.Function`, read from its code.
 
 Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere.
 """
@@ -8,31 +8,34 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator, Set
 from inspect import getattr_static, unwrap
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
+from actstore.base.called import number_before
+
 _MAX_DEPTH = 4  # of functions that backward calls
 _MAX_CODES = 1024  # whose answers are remembered; beyond, all are forgotten
-# Operators that choose, beside those whose own backward does.
+# Operators that choose, or divide, beside those whose own backward does.
 _CHOOSE = frozenset(
     {
         "gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal", "isclose",
         "allclose", "heaviside", "floor", "ceil", "round", "trunc", "fix", "frac", "floor_divide", "//", "argmax",
         "argmin", "argsort", "sort", "msort", "topk", "kthvalue", "mode", "bucketize", "searchsorted", "histc",
         "unique", "nonzero", "int", "long", "item", "tolist", "sign", "sgn", "signbit", "relu", "relu6", "leaky_relu",
-        "hardswish", "hardsigmoid",
+        "hardswish", "hardsigmoid", "rsqrt", "reciprocal",
     }
 )  # fmt: skip
 _known: dict[CodeType, bool] = {}
 
 
 def chooses(function: Any, deciders: Set[str]) -> bool:
-    """Return whether the backward of a Function compares anything, or calls an operator that decides by a float.
+    """Return whether the backward of a Function compares anything, or calls an operator that decides or divides.
 
     Parameters
     ----------
     function : the class
-    deciders : names of operators whose backward decides
+    deciders : names of operators whose backward decides or divides
     """
     backward = _plain(getattr_static(function, "backward", None))
     if backward is None:
@@ -69,6 +72,13 @@ def _chooses(code: CodeType, names: Set[str]) -> bool:
     if any(name.strip("_") in names for name in code.co_names):
         return True
     return any(
-        each.opname == "COMPARE_OP" or (each.opname == "BINARY_OP" and each.argrepr.removesuffix("=") in names)
-        for each in dis.get_instructions(code)
+        each.opname == "COMPARE_OP"
+        or (each.opname == "BINARY_OP" and each.argrepr.removesuffix("=") in names and not _is_smooth(before, each))
+        for before, each in pairwise(dis.get_instructions(code))
     )
+
+
+def _is_smooth(before: dis.Instruction, operator: dis.Instruction) -> bool:
+    """Return whether an operator of Python is a quotient or a power by a number that leaves it without a pole."""
+    number, name = number_before([before, operator]), operator.argrepr.removesuffix("=")
+    return number is not None and ((name == "/" and number != 0) or (name == "**" and number >= 1))

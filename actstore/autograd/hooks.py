@@ -109,20 +109,20 @@ class Scope:
                 if (kind is Parameter or type(base) is Parameter) and tensor.layout is torch.strided:
                     if tensor.untyped_storage()._cdata not in parameters:
                         tracker.storages.adopt(tensor)
+                    encoder.before = _get_sequence_nr(), 0
                     if kind is not Parameter or not tensor.is_leaf:
                         return tensor.detach(), tensor._version, frame
                     if tensor.__dict__:
                         return_originals()
                     # As autograd does: a library that shards weights gives a Parameter new data, for backward too.
                     return tensor, tensor._version, frame
-                handle = self._of_class(tensor, frame)
-                if handle is not None:
+                if (handle := self._of_class(tensor, frame)) is not None:
                     return handle
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
-                note = Note(f"a {tensor.layout} tensor has no storage of its own", kept=True)
-                frame.place.account(frame.index).note = note
+                account = frame.place.account(frame.index)
+                account.note = Note(f"a {tensor.layout} tensor has no storage of its own", kept=True)
                 return tensor.detach(), tensor._version, frame
             nbytes = storage.nbytes()
             if nbytes < frame.keep_below:
@@ -133,13 +133,13 @@ class Scope:
                     small[key] = nbytes
                     if len(small) == MAX_SMALL_PER_FRAME:
                         tracker.renew()
+                encoder.before = _get_sequence_nr(), 0
                 return tensor.detach(), tensor._version, frame
             key = storage._cdata
             if key in parameters:
                 return tensor.detach(), tensor._version, frame
-            index = frame.index
+            index, accounts = frame.index, frame.place.accounts
             frame.index = index + 1
-            accounts = frame.place.accounts
             account = accounts[index] if index < len(accounts) else frame.place.account(index, tensor.dtype)
             account.count += 1
             precedent = account.precedent
@@ -167,7 +167,10 @@ class Scope:
         if parts is None:
             return None
         pack = self.pack_hook()  # a hook with a reference to itself would be a cycle
-        handles = {name: pack(part, tensor) for name, part in parts.items()}
+        before, handles = self._encoder.before, {}
+        for name, part in parts.items():
+            self._encoder.before = before  # for autograd, all parts are one tensor
+            handles[name] = pack(part, tensor)
         return Composite(alias, handles, Site(frame.place.name, SMALL_INDEX), self.allows_mutation())
 
     def allows_mutation(self) -> bool:
@@ -195,7 +198,8 @@ class Scope:
 
     def _place(self, saved: SavedTensor) -> Handle:
         """Return the handle of a tensor, where the policy decides. Autograd knows `outer` if the tensor is its part."""
-        tensor, frame, account, key, storage, _, outer = saved
+        tensor, frame, account, key, storage, nbytes, outer = saved
+        before, self._encoder.before = self._encoder.before, (_get_sequence_nr(), min(tensor.nbytes, nbytes))
         if _current_graph_task_id() != -1 and in_reentrant():
             account.count -= 1
             return tensor.detach(), tensor._version, frame
@@ -211,9 +215,9 @@ class Scope:
             target = decided
         if target is None:
             return self._keep(tensor, account, key, storage)
-        return self._encode_or_keep(saved, account, target)
+        return self._encode_or_keep(saved, account, target, before)
 
-    def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target) -> Handle:
+    def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target, before: tuple[int, int]) -> Handle:
         """Return the handle of a tensor whose target is a codec, by the verdict on it."""
         tensor, frame, _, key, storage, nbytes, outer = saved
         codec, tiers, protected, account.decision = target
@@ -227,7 +231,7 @@ class Scope:
         known = tensor if outer is None else outer
         exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
         excluded = "" if self._alone is None else self._encoder.excluded(account, key, self._alone)
-        facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None)
+        facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None, before)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)
         reason = verdict.reason
         if reason is WITHOUT_GRADIENT and COMPILER in modules and region_saves():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from math import prod
 from sys import _getframe
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ _EXACT_PRODUCERS = frozenset(
         "NllLossBackward0", "NllLoss2DBackward0", "LinalgEighBackward0", "LinalgSvdBackward0",
         "CtcLossBackward0", "CtcLossBackward1", "VarMeanBackward0", "VarMeanBackward1", "VarBackward0", "StdBackward0",
         "RreluWithNoiseBackward0", "RsqrtBackward0", "ReciprocalBackward0", "LinalgQrBackward0",
-        "LinalgLuFactorExBackward0", "LinalgCholeskyExBackward0",
+        "LinalgLuFactorExBackward0", "LinalgCholeskyExBackward0", "LinalgVectorNormBackward0",
     }
 )  # fmt: skip
 
@@ -46,6 +48,8 @@ _soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
 MAX_NODES_INSPECTED = (_STACK_NBYTES if _soft == resource.RLIM_INFINITY else min(_soft, _STACK_NBYTES)) // _NODE_NBYTES
 
 WITHOUT_GRADIENT = "requires no gradient: a statistic, a mask or an index"
+STATISTIC = "a statistic: one element for many"
+MIN_REDUCED, MAX_STEPS = 8, 6  # elements for each one of a statistic; operators between these and the statistic
 PARAMETER = "a view or a cast of a parameter"
 COMPUTED = "a weight that is computed from parameters"  # a reason why the tensors that a call saves must be exact
 # The same for a compiled region, whose saved tensors have no graph of their own.
@@ -56,7 +60,8 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
     """Return the reason why `tensor`, the output of the node `producer`, must come back exactly, or an empty text.
 
     Exact are integers and bools, float64 and complex, and tensors that require no gradient (norm statistics, logsumexp,
-    masks, noise). So are the outputs of softmax, log-softmax and other producers whose error training amplifies.
+    masks, noise). So are the outputs of softmax, log-softmax and other producers whose error training amplifies, and
+    what is reduced over a dimension.
     """
     if dtype not in LOSSY_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is never lossy"
@@ -66,7 +71,37 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
         return "a statistic of a normalisation"
     if producer in _EXACT_PRODUCERS:
         return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"
-    return ""
+    return STATISTIC if is_reduced(tensor.shape, tensor.stride(), _shapes_before(tensor)) else ""
+
+
+def is_reduced(shape: Sequence[int], stride: Sequence[int], sources: Iterable[Sequence[int]]) -> bool:
+    """Return whether a tensor has one element where one of its `sources` has many, beside the first dimension.
+
+    sources : shapes of what it is computed from, read one by one
+    """
+    one = [size if step else 1 for size, step in zip(shape, stride, strict=True)]  # where it is expanded, too
+    return may_be_reduced(shape, stride) and any(
+        len(source) == len(one)
+        and all(size in (of_source, 1) for size, of_source in zip(one, source, strict=True))
+        and prod(source) >= MIN_REDUCED * prod(one)
+        for source in sources
+    )
+
+
+def may_be_reduced(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether a tensor has a dimension of one element, beside the first."""
+    return 1 in shape[1:] or 0 in stride[1:]
+
+
+def _shapes_before(tensor: Tensor) -> Iterator[Sequence[int]]:
+    """Yield the shapes of what the nodes before a tensor have computed, from one node to the next."""
+    node: Any = tensor.grad_fn
+    for _ in range(MAX_STEPS):
+        node, number = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
+        found = getattr(node, "_input_metadata", ())  # of its backward
+        if number >= len(found) or found[number].is_nested_tensor:
+            return
+        yield found[number].shape
 
 
 def is_cast_parameter(tensor: Tensor, parameters: Set[int]) -> bool:

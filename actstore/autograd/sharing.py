@@ -72,7 +72,7 @@ class Sharing:
             if (
                 owner is not None
                 and owner.born >= self._since
-                and (owner.codec.lossless or owner.codec in (codec, codec.keeping_signs))
+                and (owner.codec.lossless or owner.codec == codec)
                 and owner.covers(handle)
             ):
                 if owner.born == handle.born and not _in_function():

@@ -32,6 +32,7 @@ class Facts(NamedTuple):
     exact : the reason why all that its module saves must be exact, for a protected policy; empty where it need not be
     excluded : the reason why only another site may be lossy in this step; empty otherwise
     read : whether an operator saves it, whose backward reads it; otherwise a region goes on from it
+    before : sequence number, one ahead, of the last node that has saved a tensor before, and the bytes of that tensor
     """
 
     known: Tensor
@@ -40,6 +41,7 @@ class Facts(NamedTuple):
     exact: str = ""
     excluded: str = ""
     read: bool = True
+    before: tuple[int, int] = (0, 0)
 
 
 class Verdict(NamedTuple):
@@ -95,7 +97,9 @@ def judge(
         return _verdict_on_dtype(codec.name, tensor.dtype, on_device)
     reason = facts.excluded or _exact_reason(tensor, codec, facts, protected=protected)
     if not reason:
-        kept, why = keep_decisions(codec, facts.known, facts.producer, read=facts.read, protected=protected)
+        kept, why = keep_decisions(
+            codec, facts.known, facts.producer, read=facts.read, protected=protected, before=facts.before
+        )
         if kept is not None:
             return Verdict(kept, why if kept.decides else "")
         reason = why

@@ -6,7 +6,7 @@ import dis
 import re
 from functools import cache, partial
 from inspect import CO_OPTIMIZED, getattr_static
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from sys import version_info
 from types import (
     BuiltinFunctionType,
@@ -35,9 +35,12 @@ _INSTRUCTIONS = {  # that call an operator, and its name
 }  # fmt: skip
 # They stand between the function and its call.
 _BETWEEN = re.compile(r"PUSH_NULL|PRECALL|KW_NAMES|LOAD_CONST|CALL_INTRINSIC_1|(BUILD|LIST|DICT)_\w+")
+_AFTER_ARGUMENTS = frozenset({"PRECALL", "KW_NAMES"})
+_CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _GROUP = re.compile("^(fft|linalg|special)_")  # before the name in the source: `torch.linalg.vector_norm`
 _APPLY = "apply"  # of a Function
 _SUM = ("sum",)  # of Python, or of PyTorch
+_POWER = torch.Tensor.__pow__.__code__  # calls the operator with its `args`
 _ATEN = "torch._ops.aten"
 _OPERATOR = ("_op",)  # what an object in `torch.ops` calls; it has no name of its own
 _OF_C = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -47,11 +50,15 @@ _COPIES_LOCALS = version_info < (3, 13)  # into a dict that a frame keeps
 
 
 class _CodeCall(NamedTuple):
-    """A call in the source. `path` has a variable and attributes that lead to the function, where that may be any."""
+    """A call in the source. `path` has a variable and attributes that lead to the function, where that may be any.
+
+    `last` is its last argument, where that is a number in the source.
+    """
 
     code: CodeType  # held, and so its id stays its own
     name: str
     path: tuple[str, ...] = ()
+    last: float | None = None
 
 
 _known: dict[tuple[int, int], _CodeCall] = {}
@@ -64,7 +71,7 @@ def operator_name(frame: FrameType) -> str:
     such as ``self.activation``, it is the name of the function there. Where `frame` is part of what a class of tensors
     or a mode runs in place of a function (``__torch_function__``), it is the name by which that function was called.
     """
-    _, name, path = _call_of(frame)
+    _, name, path, *_ = _call_of(frame)
     if path:
         name = _name_of(_value_at(frame, path))
     if name:
@@ -79,10 +86,24 @@ def operator_name(frame: FrameType) -> str:
     return ""
 
 
+def last_number(frame: FrameType) -> float | None:
+    """Tell the number that is the last argument of what `frame` calls now; None where none is known.
+
+    It is a number in the source, as 2 in ``x.pow(2)``, or what ``x ** n`` gives to the method of Tensor for it.
+    """
+    if frame.f_code is _POWER:
+        (last,) = _value_at(frame, ("args",)) or (None,)
+        return last if isinstance(last, int | float) else None
+    call, above = _call_of(frame), frame.f_back
+    if call.path and frame.f_code.co_name == "__torch_function__" and above is not None:
+        return last_number(above)
+    return call.last
+
+
 def calls_one_operator(frame: FrameType) -> bool:
     """Return whether this place in the source calls the same operator each time."""
-    _, name, path = _call_of(frame)
-    return bool(name) and not path
+    call = _call_of(frame)
+    return bool(call.name) and not call.path
 
 
 def _call_of(frame: FrameType) -> _CodeCall:
@@ -91,16 +112,28 @@ def _call_of(frame: FrameType) -> _CodeCall:
     if found is None:
         if len(_known) >= _MAX_CALLS:
             _known.clear()
-        found = _known[id(code), at] = _read(code, at)
+        before = list(takewhile(lambda i: i.offset <= at, dis.get_instructions(code)))
+        found = _CodeCall(code, "")
+        if before:
+            argument = number_before(before)
+            found = _read(code, before.pop(), before)._replace(last=argument)
+        _known[id(code), at] = found
     return found
 
 
-def _read(code: CodeType, at: int) -> _CodeCall:
+def number_before(until: list[dis.Instruction]) -> float | None:
+    """Tell the number that is the last argument of the last instruction; None where it may be another, or no number."""
+    for above, each in pairwise(reversed(until)):
+        if above.is_jump_target:  # such as behind ``2 if square else -0.5``
+            break
+        if each.opname not in _AFTER_ARGUMENTS:
+            value = each.argval if each.opname in _CONSTANTS else None
+            return value if isinstance(value, int | float) else None
+    return None
+
+
+def _read(code: CodeType, last: dis.Instruction, before: list[dis.Instruction]) -> _CodeCall:
     """Find the name that is loaded where the call begins in the source; its arguments are further to the right."""
-    before = list(takewhile(lambda i: i.offset <= at, dis.get_instructions(code)))
-    if not before:
-        return _CodeCall(code, "")
-    last = before.pop()
     if last.opname == "BINARY_OP":
         return _CodeCall(code, last.argrepr.removesuffix("="))
     if last.opname in _ATTRIBUTES and _is_operator(name := str(last.argval)):  # such as `x.mT`

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
-from actstore.autograd.protect import WITHOUT_GRADIENT
+from actstore.autograd.protect import MAX_STEPS, STATISTIC, WITHOUT_GRADIENT, is_reduced
 from actstore.codecs.base import LOSSY_DTYPES
+from actstore.compiled.formats.sizes import hint
 from actstore.compiled.graph import GETITEM, SavedNode, name_of, origin_of, root_of
 
 # As `autograd/protect.py` has them by the names of autograd's nodes.
@@ -27,6 +29,10 @@ _AMPLIFYING = frozenset(
         "_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "prepare_softmax_online", "exp", "exp2", "expm1",
     }
 )  # fmt: skip
+# They divide by an argument, or take its root or logarithm, by the position of that.
+_DIVIDING = {"div": 1, "reciprocal": 0, "rsqrt": 0, "sqrt": 0, "log": 0, "log2": 0, "log10": 0, "log1p": 0, "pow": 0}
+# They average over errors.
+_REDUCTIONS = frozenset({"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm"})
 # They read the shape of a tensor alone.
 _SHAPED_ALIKE = frozenset(
     {
@@ -60,8 +66,29 @@ def exact_reason(saved: SavedNode, active: Set[Node] | None, tangents: Set[Node]
     operator = _EXACT_RESULTS & {name_of(root), origin_of(root)}
     if operator:
         return f"output of {min(operator)}: its error is amplified"
+    value = saved.value
+    if is_reduced(_hints(value.shape), _hints(value.stride()), _shapes_before(saved.node)):
+        return STATISTIC
     reader = amplifier(saved.read, tangents)
     return amplified(reader) if reader else ""
+
+
+def _shapes_before(node: Node) -> Iterator[list[int]]:
+    """Yield the shapes of what a tensor is computed from, from one node to the next."""
+    for _ in range(MAX_STEPS):
+        source = next((each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)), None)
+        if source is None:
+            return
+        node = source
+        yield _hints(node.meta["val"].shape)
+
+
+def _hints(sizes: Iterable[Any]) -> list[int]:
+    """Return sizes or strides as numbers; none where only the run knows them."""
+    try:
+        return list(map(hint, sizes))
+    except ValueError:
+        return []
 
 
 def amplified(reader: str) -> str:
@@ -74,16 +101,38 @@ def amplifier(read: Node, tangents: Set[Node]) -> str:
 
     tangents : nodes of the backward graph that depend on a gradient
     """
-    todo, seen = [read], {read}
+    todo, seen = [(read, True)], {(read, True)}
     while todo:
-        for user in todo.pop().users:
-            if user in seen or user in tangents or user.op == "output" or name_of(user) in PRODUCTS:
+        node, alone = todo.pop()  # whether each element still has the error of one
+        for user in node.users:
+            name = name_of(user)
+            if alone and _divides(user, name, node):
+                return name
+            if user in tangents or user.op == "output" or name in PRODUCTS:
                 continue
             if origin_of(user) in _AMPLIFYING:
                 return origin_of(user)
-            seen.add(user)
-            todo.append(user)
+            step = user, alone and name not in _REDUCTIONS
+            if step not in seen:
+                seen.add(step)
+                todo.append(step)
     return ""
+
+
+def _divides(user: Node, name: str, node: Node) -> bool:
+    """Return whether an operator of the model or of its backward divides by `node`, or takes a power below 1 of it.
+
+    A quotient of tensors of one size counts for both of them.
+    """
+    place = _DIVIDING.get(name)
+    if place is None or origin_of(user) != name:
+        return False
+    if user.args[place] is not node:
+        values = [each.meta["val"] for each in user.all_input_nodes]
+        sizes = [_hints(value.shape) for value in values if isinstance(value, Tensor)]
+        return name == "div" and len(sizes) == 2 and sizes[0] == sizes[1]
+    exponent = user.args[1] if name == "pow" else None
+    return not isinstance(exponent, int | float) or exponent < 1
 
 
 def depending(nodes: list[Node], sources: Set[Node]) -> set[Node]:

@@ -294,6 +294,13 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "summed": lambda: Call(lambda x: x.cumsum(1) / (1 + x.logsumexp(-1, keepdim=True).square())),
     "expanded": lambda: Call(lambda x: x * x.mean(-1, keepdim=True).expand_as(x).sin()),
     "marked": lambda: Call(lambda x: tag((x * 2).sin(), "marked").tanh() * x),
+    "to a norm of 1": lambda: Call(lambda x: F.normalize(x, dim=-1)),
+    "by a power": lambda: Call(lambda x: x * torch.pow(x.square().mean(-1, keepdim=True) + 0.01, -0.5)),
+    "by a root": lambda: Call(
+        lambda x: x / ((x - x.mean(-1, keepdim=True)) ** 2).mean(-1, keepdim=True).add(1e-3).sqrt()
+    ),
+    "by a sum": lambda: Call(lambda x: x.relu() / (x.relu().sum(-1, keepdim=True) + 1e-3)),
+    "by each element": lambda: Call(lambda x: x.sin() / (x.abs() + 0.01)),
     "standardised": lambda: Call(lambda x: (x - x.mean()) / (x.std() + 1)),
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from actstore.base.called import operator_name
+from actstore.base.called import last_number, operator_name
 
 ABS = torch.abs
 INNER = partial(torch.abs)
@@ -117,6 +117,33 @@ def test_names(name):
     function, expected = CASES[name]
     x = torch.randn(4, requires_grad=True)
     assert {names(function, x) for _ in range(40)} == {expected}
+
+
+NUMBERS = {
+    "of a method": (lambda x: x.pow(2), 2),
+    "of a function": (lambda x: torch.pow(x, -0.5), -0.5),
+    "of an operator": (lambda x: x**3, 3),
+    "of a keyword": (lambda x: x.pow(exponent=0.5), 0.5),
+    "of a variable": (lambda x, n=2: x.pow(n), None),
+    "of a variable, by an operator": (lambda x, n=-1: x**n, -1),
+    "negated": (lambda x, n=2: x.pow(-n), None),
+    "of either": (lambda x: x.pow(-0.5 if x.dim() else 2), None),
+    "of a tuple": (lambda x: x.pow(*(2,)), None),
+    "of a call": (lambda x: torch.pow(x, float(2)), None),
+    "first": (lambda x: torch.pow(2, x), None),
+    "left": (lambda x: 2**x, None),
+    "divided": (lambda x: x.detach() / x, None),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_last_numbers(name):
+    function, expected = NUMBERS[name]
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: seen.append(last_number(sys._getframe(1))), lambda _: None):
+        for _ in range(40):
+            function(torch.randn(4, requires_grad=True))
+    assert set(seen) == {expected}
 
 
 class Helped(TorchFunctionMode):

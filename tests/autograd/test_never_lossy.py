@@ -74,6 +74,9 @@ EXACT = {
     "log_softmax": lambda: activation().log_softmax(0),
     "logsumexp": lambda: activation().view(30, 10).logsumexp(1),
     "std": lambda: activation().view(30, 10).std(1),
+    "mean": lambda: activation().view(30, 10).square().mean(1, keepdim=True) + 1e-6,
+    "root_of_mean": lambda: activation().view(3, 10, 10).square().mean(1, keepdim=True).add(1e-6).sqrt().clone(),
+    "mean_of_rows": lambda: activation().view(30, 10).mean(1)[:, None].expand(30, 10),
     "var_mean": lambda: torch.var_mean(activation().view(30, 10), 1)[0],
     "nll": lambda: F.cross_entropy(activation().view(30, 10), torch.zeros(30, dtype=torch.long), reduction="none"),
     "eigenvectors": lambda: torch.linalg.eigh(activation()[:256].view(16, 16))[1],
@@ -95,7 +98,16 @@ def test_what_is_never_lossy(kind, policy):
     assert found.stride() == tensor.stride()
 
 
-OVERRIDDEN = {"requires_no_gradient", "softmax", "log_softmax", "logsumexp", "std", "var_mean", "nll", "eigenvectors"}
+OVERRIDDEN = {
+    "requires_no_gradient", "softmax", "log_softmax", "logsumexp", "std", "mean", "root_of_mean", "mean_of_rows",
+    "var_mean", "nll", "eigenvectors",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(30, 1, 10), (10, 30, 1), (1, 300)])
+def test_a_dimension_of_one_element_makes_no_statistic(shape):
+    (found,) = coming_back("int8", activation().view(shape).sin())
+    assert not torch.equal(found, activation().view(shape).sin())
 
 
 @pytest.mark.parametrize("policy", LOSSY)

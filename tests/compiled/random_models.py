@@ -109,6 +109,10 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: torch.cat([x[..., 1:], x[..., :1]], -1),
     lambda x: x.transpose(1, 2).contiguous().transpose(1, 2).sin(),
     lambda x: x / (1 + x.square().mean(-1, keepdim=True)).sqrt(),
+    lambda x: x * torch.pow(x.square().mean(-1, keepdim=True) + 0.01, -0.5),
+    lambda x: nn.functional.normalize(x, dim=-1),
+    lambda x: x.sin() / (x.abs() + 0.1),
+    lambda x: nn.functional.relu6(x * 1, inplace=True),
 )
 
 
