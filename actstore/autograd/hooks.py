@@ -115,8 +115,7 @@ class Scope:
                         return_originals()
                     # As autograd does: a library that shards weights gives a Parameter new data, for backward too.
                     return tensor, tensor._version, frame
-                handle = self._of_class(tensor, frame)
-                if handle is not None:
+                if (handle := self._of_class(tensor, frame)) is not None:
                     return handle
             try:
                 storage = tensor.untyped_storage()
@@ -136,9 +135,8 @@ class Scope:
             key = storage._cdata
             if key in parameters:
                 return tensor.detach(), tensor._version, frame
-            index = frame.index
+            index, accounts = frame.index, frame.place.accounts
             frame.index = index + 1
-            accounts = frame.place.accounts
             account = accounts[index] if index < len(accounts) else frame.place.account(index, tensor.dtype)
             account.count += 1
             precedent = account.precedent

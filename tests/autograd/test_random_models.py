@@ -1,8 +1,8 @@
 """Random models under random policies, trained in random ways: all that training leaves is that of plain training.
 
 ``python -m tests.autograd.test_random_models --examples N`` draws N others, by seeds that it prints. With `--lossy` the
-policies are lossy: forward is that of plain training, and all that training leaves is finite where plain training's is,
-and the same whenever transfers end.
+policies are lossy: forward is that of plain training, and all that training leaves is finite where plain training's is
+small, and the same whenever transfers end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ LATER = (
     "but not found in storage", "marked with @once_differentiable",
 )  # fmt: skip
 OF_A_SEED = 100  # models
+EXPLODING = 1e4  # gradients may overflow by a small error
 counts: Counter[str] = Counter()  # of models, by what came of them
 # What these read of saved tensors is part of the loss.
 IN_FORWARD = "read early", "differentiated", "by slope", "with slope"
@@ -107,13 +109,14 @@ def check_lossy(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
     check_same(*found)
     if wanted is not None and not any(name in str(forest) for name in IN_FORWARD):
         check_same(found[0][0], wanted[0])  # the loss of the first step
-    if wanted is not None and is_finite(wanted):
-        assert is_finite(found[0]), "an infinity or a NaN that plain training does not have"
+        if is_below(wanted, EXPLODING):
+            assert is_below(found[0], inf), "an infinity or a NaN that plain training does not have"
     counts["equal"] += 1
 
 
-def is_finite(found: list[Any]) -> bool:
-    return all(bool(each.isfinite().all()) for each in found if isinstance(each, Tensor))
+def is_below(found: list[Any], bound: float) -> bool:
+    floats = [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
+    return all(bool(((each.to_dense() if each.is_sparse else each).abs() < bound).all()) for each in floats)
 
 
 def check_dropped(forest: list[Tree], store: ActivationStore, way: str) -> None:
