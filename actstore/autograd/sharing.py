@@ -109,7 +109,7 @@ def _would_be(owner: Stored, handle: Stored) -> bool:
     if layouts[0] == layouts[1]:
         return True
     codec = owner.codec
-    if not isinstance(codec, KernelCodec) or len({codec.fitted(*layout) for layout in layouts}) > 1:
+    if not isinstance(codec, KernelCodec) or len({codec._fitted(*layout) for layout in layouts}) > 1:
         return False
     return prod(owner.shape) == prod(handle.shape) and all(layout_of(*layout).dense for layout in layouts)
 

@@ -57,11 +57,11 @@ class KernelCodec(Codec):
         raise NotImplementedError(f"{self.name} does not depend on rows.")
 
     @property
-    def flat(self) -> bool:
+    def _flat(self) -> bool:
         """Return whether the codec can encode elements without a shape, as inside of another codec."""
         return True
 
-    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+    def _fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
         """Fit the codec to a shape with its strides.
 
         Returns
@@ -73,7 +73,7 @@ class KernelCodec(Codec):
 
     def size(self, spec: Spec) -> Size:
         check_dtype(self, spec.dtype)
-        codec, width = self.fitted(spec.shape, spec.stride)
+        codec, width = self._fitted(spec.shape, spec.stride)
         numel = spec.numel
         nbytes = codec._rows_nbytes(numel, width) if width else codec._nbytes(numel, spec.dtype.itemsize)
         return Exact(nbytes) if self.exact or not nbytes else AtMost(nbytes)
@@ -91,7 +91,7 @@ class KernelCodec(Codec):
         bound.decode(buf, out, key)
 
     def bind(self, src: torch.Tensor) -> Bound:
-        codec, width = self.fitted(src.shape, src.stride())
+        codec, width = self._fitted(src.shape, src.stride())
         kernels = codec._kernels.get(src.dtype if src.is_cpu else (src.dtype, src.device)) or codec._prepare(src)
         numel = src.numel()
         nbytes = codec._rows_nbytes(numel, width) if width else codec._nbytes(numel, src.dtype.itemsize)

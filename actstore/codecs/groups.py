@@ -29,7 +29,7 @@ class GroupCodec(SignedCodec):
     def shaped(self) -> bool:
         return True
 
-    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+    def _fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
         group, width = fit(shape, stride, self.group)
         return (self if group == self.group else _of_group(self, group)), width
 

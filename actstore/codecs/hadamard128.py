@@ -50,13 +50,13 @@ class Hadamard128(KernelCodec):
     def __post_init__(self) -> None:
         require_leaf(self.name, self.inner)
         inner = self.inner
-        if isinstance(inner, KernelCodec) and inner.accepts(torch.float32) and not inner.lossless and inner.flat:
+        if isinstance(inner, KernelCodec) and inner.accepts(torch.float32) and not inner.lossless and inner._flat:
             return
         reason = (
             "is lossless, so that a rotation gains nothing"
             if inner.lossless
             else "needs whole rows"
-            if isinstance(inner, KernelCodec) and not inner.flat
+            if isinstance(inner, KernelCodec) and not inner._flat
             else "does not run on rotated float32 elements"
         )
         raise ChainError(
@@ -86,7 +86,7 @@ class Hadamard128(KernelCodec):
     def shaped(self) -> bool:
         return True
 
-    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Hadamard128, int]:
+    def _fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Hadamard128, int]:
         width = row_numel(shape, stride)
         return self, width if width % ROTATION_NUMEL else 0
 

@@ -73,7 +73,7 @@ class Int8(GroupCodec):
         return self.round != "nearest"
 
     @property
-    def flat(self) -> bool:
+    def _flat(self) -> bool:
         return self.axis == "element"
 
     @property
@@ -103,10 +103,10 @@ class Int8(GroupCodec):
     def _form(self) -> Format:
         return affine_format(8) if self.affine else Format((8,), (2,))
 
-    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+    def _fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
         """Fit groups to rows; of tokens only the rows matter, where a tensor has two dimensions."""
         if self.axis == "element":
-            return super().fitted(shape, stride)
+            return super()._fitted(shape, stride)
         compact = layout_of(shape, stride).compact
         width = compact[0][-1] if compact and len(compact[0]) > 1 else 0
         return self, width if width > 1 else 0

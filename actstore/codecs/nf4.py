@@ -76,6 +76,6 @@ class Nf4(GroupCodec):
     def shaped(self) -> bool:
         return self.layout == "plain"
 
-    def fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
+    def _fitted(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[KernelCodec, int]:
         """Fit groups to rows; bitsandbytes knows none."""
-        return super().fitted(shape, stride) if self.layout == "plain" else (self, 0)
+        return super()._fitted(shape, stride) if self.layout == "plain" else (self, 0)

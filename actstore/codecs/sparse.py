@@ -18,7 +18,7 @@ class SparseCodec(KernelCodec):
 
     def __post_init__(self) -> None:
         require_leaf(self.name, self.inner)
-        if not isinstance(self.inner, KernelCodec) or not self.inner.flat:
+        if not isinstance(self.inner, KernelCodec) or not self.inner._flat:
             reason = "needs whole rows" if isinstance(self.inner, KernelCodec) else "needs to know how many there are"
             raise ChainError(
                 f"{self.name} gives its inner codec as many elements as happen to be kept, but {self.inner!r} "

@@ -127,7 +127,7 @@ class Implementation:
             self._ways(out)[1](payload, out)
 
     def _ways(self, tensor):
-        codec, width = self._codec.fitted(tensor.shape, tensor.stride())
+        codec, width = self._codec._fitted(tensor.shape, tensor.stride())
         kernels, numel = self._kernels(codec), tensor.numel()
         if width:
             return [partial(way, key=KEY) for way in kernels.rows(numel, width)]

@@ -128,5 +128,5 @@ def test_many_threads_write_the_same_bytes(shape):
 
 def test_policy_text():
     assert parse_decision("int8(axis=token, group=64)").codec == Int8(64, axis="token")
-    assert Int8().flat
-    assert not Int8(axis="token").flat
+    assert Int8()._flat
+    assert not Int8(axis="token")._flat

@@ -77,7 +77,7 @@ def test_the_bias_of_unbiased_roundings(codec, top, round):  # noqa: A002
     codec = replace(codec, round=round, signs="keep")
     steps = torch.tensor([0, 0.01, 0.3, 0.5, 0.99, 1, 1.3, 2.5])
     x = steps.repeat_interleave(8192).view(-1, 32)
-    if not codec.flat:
+    if not codec._flat:
         x[::32] = top  # a scale of 1
     else:
         x[:, 0] = top

@@ -22,7 +22,7 @@ from tests.emulator.device import emulation, launch
 from tests.oracles import find
 from tests.oracles.samples import EVERY_DTYPE, elements
 
-LEAVES = [codec for codec in find.variants() if isinstance(codec, KernelCodec) and not codec.chained and codec.flat]
+LEAVES = [codec for codec in find.variants() if isinstance(codec, KernelCodec) and not codec.chained and codec._flat]
 
 
 def payload_of(codec, x, key=0):
