@@ -178,7 +178,7 @@ class Probes:
         if self.steps >= MAX_MEASURED_STEPS:
             return None
         forecast = self._forecast()
-        if forecast.peak(dict.fromkeys(self._kinds, KEEP)) <= room:
+        if forecast.peak(dict.fromkeys(self._kinds, KEEP)) <= min(room, self._wish.device):
             return None  # everything fits: no other decision is needed
         chosen = next((known for known in self._frugal(forecast) if forecast.peak(known) <= room), None)
         if chosen is None:
