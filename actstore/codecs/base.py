@@ -150,8 +150,14 @@ class Codec(ABC):
         ------
         SpecError : the dtype is not accepted
         """
-        size = self.size(Spec.of(src))
-        return Bound(size.nbytes, isinstance(size, Exact) or not size.nbytes, self.encode, self.decode)
+        size, decode = self.size(Spec.of(src)), self.decode
+        if self.shaped:
+            shape, stride = src.shape, src.stride()
+
+            def decode(buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:
+                self.decode(buf, out.as_strided(shape, stride), key)
+
+        return Bound(size.nbytes, isinstance(size, Exact) or not size.nbytes, self.encode, decode)
 
     @abstractmethod
     def decode(self, buf: torch.Tensor, out: torch.Tensor, key: int = 0) -> None:

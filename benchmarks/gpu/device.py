@@ -76,11 +76,17 @@ def matches(codec: Codec, source: torch.Tensor, found: torch.Tensor) -> bool:
     if not isinstance(codec, KernelCodec):
         return True
     rows = source[:CHECKED_ROWS]
-    kernels, shape = codec.kernels("torch", rows.dtype, rows.device), codec._shape_args(rows.shape, rows.stride())
+    fitted, width = codec._fitted(rows.shape, rows.stride())
+    kernels, numel = fitted.kernels("torch", rows.dtype, rows.device), rows.numel()
     payload = torch.empty(codec.size(Spec.of(rows)).nbytes, dtype=torch.uint8, device=rows.device)
     expected = torch.empty_like(rows)
-    kernels.encode(rows, payload, rows.numel(), KEY, *shape)
-    kernels.decode(payload, expected, rows.numel(), KEY, *shape)
+    if width and kernels.rows is not None:
+        encode, decode = kernels.rows(numel, width)
+        encode(rows, payload, KEY)
+        decode(payload, expected, KEY)
+    else:
+        kernels.encode(rows, payload, numel, KEY)
+        kernels.decode(payload, expected, numel, KEY)
     whole = CHECKED_ROWS - (codec.name == "zmask")
     return torch.equal(found[:whole].view(torch.uint8), expected[:whole].view(torch.uint8))
 

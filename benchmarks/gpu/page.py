@@ -45,7 +45,7 @@ def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
             lines += [*_PAGES[name](figures), ""]
         elif part["status"] == "ok":
             lines += [part["said"], ""]
-        rows = figures.get("rows", []) if isinstance(figures, dict) else []
+        rows = figures["rows"] if figures and name in _ROWS else []
         waiting = _ROWS.get(name, set()) - {row["name"] for row in rows}
         if waiting and not found["dry_run"]:
             lines += [f"Not measured yet: {'; '.join(sorted(waiting))}.", ""]

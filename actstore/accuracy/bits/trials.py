@@ -214,6 +214,10 @@ class Trial(Codec):
         return self.waits.keyed
 
     @property
+    def shaped(self) -> bool:
+        return self.waits.shaped
+
+    @property
     def plain(self) -> Codec:
         return self.waits
 
