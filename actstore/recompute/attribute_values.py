@@ -105,8 +105,10 @@ def is_constant(value: Any) -> bool:
 
 
 def has_variables(function: Any) -> bool:
-    """Return whether a function reads variables of enclosing functions, which may hold a graph."""
-    return isinstance(function, FunctionType) and function.__code__.co_freevars not in ((), ("__class__",))
+    """Return whether a function reads variables of enclosing functions, which may hold a graph. PyTorch's hold none."""
+    if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] == "torch":
+        return False
+    return function.__code__.co_freevars not in ((), ("__class__",))
 
 
 def names_of(before: dict[str, Any], entries: dict[str, Any]) -> Iterator[str]:

@@ -210,8 +210,6 @@ def test_a_plan_is_kept_and_run_again(tmp_path):
     ("arguments", "message"),
     [
         ({"policy": "auto"}, "a budget must be given"),
-        ({"policy": "int8", "budget": "1GiB"}, r'Write policy=Auto\(budget="20GiB"\)'),
-        ({"policy": "int8", "max_noise": 0.1}, r"policy=Bits\(max_noise=0.1\)"),
         ({"policy": "auto(1GiB, max_noise=-0.5)"}, r"Auto\(max_noise\)=-0.5"),
         ({"policy": "auto(much)"}, r"Auto\(budget\)='much'"),
     ],

@@ -906,11 +906,11 @@ def test_a_store_inside_of_a_store():
     model = MODELS["gpt"]()
     wanted, calls = step(copy.deepcopy(model))
     outer, inner = make(model, policy("raw")), make(model, "recompute")
-    with outer:
+    with pytest.raises(StateError, match="has seen no tensor"), outer:
         found, again = step(model, inner)
     check_same(found, wanted)
     assert again["Attention"] == 2 * calls["Attention"]
-    with make(model, "recompute"):
+    with pytest.raises(StateError, match="has seen no tensor"), make(model, "recompute"):
         found, again = step(model, outer)
     check_same(found, wanted)
     assert again == calls

@@ -78,7 +78,7 @@ def test_what_int8_holds():
     store, loss = reported("int8")
     report = store.report()
     (tanh,) = (site for site in report.sites if site.site == "1[0]")
-    assert tanh.held_bytes == tanh.stored_bytes == tanh.saved_bytes // 4 + 2 * tanh.saved_bytes // 4 // 128
+    assert tanh.held_bytes == tanh.stored_bytes == tanh.saved_bytes // 4 + 2 * tanh.saved_bytes // 4 // 64  # rows of 64
     exact = [site for site in report.sites if site.note]
     assert report.held_bytes == tanh.held_bytes + sum(site.saved_bytes for site in exact)
     del loss
