@@ -12,7 +12,7 @@ from torch import nn
 
 from actstore import ActivationStore, Auto, Bits, Host, Rules, SampleErrors
 from actstore.accuracy.bits import chooser
-from actstore.auto import machine, planning_state, watch
+from actstore.auto import controller, machine, planning_state, watch
 from actstore.errors import StateError
 from actstore.policy import Keep
 from tests.session.resuming import CANDIDATES, POLICIES, STEPS, STOP, Model, Run
@@ -160,8 +160,9 @@ def test_bits_measures_a_pair_again_that_had_begun(stop, caplog):
 
 @pytest.fixture
 def steady(monkeypatch):
-    """No plan is made anew because of times, which differ from run to run."""
+    """No plan is made anew, or runs beside another one, because of times, which differ from run to run."""
     monkeypatch.setattr(watch.StepTimes, "deviate", lambda *_: False)
+    monkeypatch.setattr(controller, "NEAR_SHARE", -1.0)
 
 
 @pytest.mark.usefixtures("steady")
