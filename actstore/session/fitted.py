@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
+from weakref import ref
 
 from torch.nn import Module
 
@@ -59,7 +60,7 @@ class Fitted:
         self.policy = policy
         self._ledger = ledger
         self._min_nbytes = min_nbytes
-        self._wrap = partial(_wrap, policy, model, owner, warned)
+        self._wrap = partial(_wrap, policy, model, ref(owner), warned)
         self._wrapped = self._wrap()
         self._compiled: list[str] = []  # modules whose graphs follow the policy
         self.places: dict[Module, ModuleSites] = {}
@@ -132,7 +133,7 @@ class Fitted:
         return ModuleSites(name, self._ledger, None if asks else decision, keep_below, watched=watched)
 
 
-def _wrap(policy: Policy, model: Module | None, owner: object, warned: RegionWarnings) -> list[ForwardWrapper]:
+def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: RegionWarnings) -> list[ForwardWrapper]:
     if not isinstance(policy, Rules):
         return []
     if model is None:
@@ -158,7 +159,7 @@ def _wrap(policy: Policy, model: Module | None, owner: object, warned: RegionWar
                 name,
                 named[name],
                 decision,
-                lambda: innermost_of(owner),
+                lambda: innermost_of(owner()),
                 warned,
                 alike[decision],
                 once,

@@ -81,9 +81,10 @@ def train(
     around: Callable[[], Any] = nullcontext,
     device: str = "cpu",
 ) -> list[Any]:
-    """Two steps; losses, gradients, parameters, buffers, and where the random numbers have got to."""
+    """Two steps; losses, gradients, parameters, buffers, whether these are new, and how far the random numbers are."""
     torch.manual_seed(1)
     random.seed(1)
+    own = [*model.buffers()]
     found: list[Any] = []
     for _ in range(2):
         outer = nullcontext if way == OTHER_HOOKS and store is None else AROUND.get(way, nullcontext)
@@ -98,6 +99,8 @@ def train(
                 if p.grad is not None:
                     p -= 0.1 * p.grad
     found += [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    # A second run has copies of statistics, which have the same values once it has updated them.
+    found.append(torch.tensor([all(each is not one for one in own) for each in model.buffers()]))
     random_states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
     return [*found, *random_states, torch.tensor(random.random())]
 

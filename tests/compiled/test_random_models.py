@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, SampleErrors, Verify
+from actstore.autograd import hooks
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.random_models import EXACT, LOSSY, WAYS, make, policy, train
 
@@ -21,7 +22,8 @@ USUAL, SLOW = range(3), [*range(3, len(WAYS)), *range(100, 200)]
 def check(seed: int, backend: str, *, autocast: bool = False) -> None:
     """An exact policy leaves what plain compilation leaves, bit for bit; a lossy one leaves its losses.
 
-    What a lossy policy changes of the gradients is at most 1.5 times what it changes without the compiler.
+    What a lossy policy changes of the gradients is at most 1.5 times what it changes without the compiler, where that
+    encodes products of an exact tensor and the mask of dropout, too, as graphs do.
     """
     draw, way = Random(seed + 1), WAYS[seed % len(WAYS)]
     autocast |= draw.random() < 0.3
@@ -35,7 +37,10 @@ def check(seed: int, backend: str, *, autocast: bool = False) -> None:
         check_same({name: found[name] for name in losses}, {name: wanted[name] for name in losses})
         torch._dynamo.reset()
         eager, model = train(make(seed), way, autocast, None), make(seed)
-        allowed = 1.5 * error_of(train(model, way, autocast, ActivationStore(model, lossy, min_bytes=0)), eager)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hooks, "is_masked", lambda _: False)
+            store = ActivationStore(model, lossy, min_bytes=0)
+            allowed = 1.5 * error_of(train(model, way, autocast, store), eager)
         assert error_of(found, wanted) <= allowed + error_of(wanted, eager) + ROUNDING
     except BaseException as error:
         error.add_note(f"seed {seed}, {backend}, {way}, autocast {autocast}: {exact!r}, {lossy!r}")

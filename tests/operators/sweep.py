@@ -51,7 +51,10 @@ class Subject:
 
     def __init__(self, policy: str, store: ActivationStore | None = None) -> None:
         self.policy = policy
-        self.store = store or ActivationStore(policy=policy.partition(",")[0], min_bytes=0)
+        with pytest.MonkeyPatch.context() as patch:
+            if policy == LENT:
+                patch.setattr(engine, "SMALL_NBYTES", 1)  # an engine reads it once
+            self.store = store or ActivationStore(policy=policy.partition(",")[0], min_bytes=0)
         self.counts: Counter[str] = Counter()
 
     @contextmanager
@@ -65,7 +68,6 @@ class Subject:
 
         with pytest.MonkeyPatch.context() as patch:
             if self.policy == LENT:
-                patch.setattr(engine, "SMALL_NBYTES", 1)
                 patch.setattr(Loan, "__init__", counted)
             yield Landed(self.store) if self.policy == LENT else self.store
         self.counts["stored"] += self.store.report().stored_bytes > 0

@@ -341,7 +341,8 @@ def test_a_module_counts_to_the_next_one_around_it() -> None:
     names = "blocks.1.mlp.0", "blocks.1.attn.q", "blocks.2", "blocks.2.mlp", "head", ""
     assert [lossy.of(name) for name in names] == ["blocks.1", "blocks.1.attn", None, "blocks.2.mlp", None, None]
     assert lossy.noise_of(["blocks.1.attn", "blocks.1.attn.q", "blocks.2.mlp.0", "head"]) == 0.375
-    assert lossy.sizes(torch.empty(3, 129)) == (387, 8)
+    assert lossy.sizes(torch.empty(3, 129)) == (387, 12)  # two groups in each row
+    assert lossy.sizes(torch.empty(387)) == (387, 8)  # four in the one row
     assert LossyModules({"a": 1.0}).identity == LossyModules({"a": 2.0}).identity != LossyModules({"a": None}).identity
 
 
