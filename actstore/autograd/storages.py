@@ -79,12 +79,12 @@ class Storages:
         if part is None:
             self.counted.add(key)
         else:
-            self.parts[key] = _joined([*self._before, part])
+            self.parts[key] = joined([*self._before, part])
         if key not in self.met:  # as `meet`, without a call
             hold_weak(storage)
             self._held.append(key)
             self.met.add(key)
-        return (storage.nbytes() if part is None else _nbytes(self.parts[key])) - _nbytes(self._before)
+        return (storage.nbytes() if part is None else nbytes_of(self.parts[key])) - nbytes_of(self._before)
 
     def meet_small(self, small: dict[int, int]) -> bool:
         """Register the small storages of an ended call, which has a weak reference to each.
@@ -150,8 +150,8 @@ class Storages:
         before = [] if new else self.kept_parts.get(key)
         if before is None:  # all of it is kept
             return 0
-        self.kept_parts[key] = _joined([*before, part or (0, nbytes)])
-        return _nbytes(self.kept_parts[key]) - _nbytes(before)
+        self.kept_parts[key] = joined([*before, part or (0, nbytes)])
+        return nbytes_of(self.kept_parts[key]) - nbytes_of(before)
 
     def is_kept(self, key: int) -> bool:
         """Return whether a handle keeps the storage on its device, where a payload would only add bytes."""
@@ -166,7 +166,7 @@ class Storages:
         for key, stored in self.stored.items():
             handle = stored[0]()
             if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
-                yield handle, _nbytes(self.parts.get(key, ())) or storage.nbytes()
+                yield handle, nbytes_of(self.parts.get(key, ())) or storage.nbytes()
 
     def prune(self, *running: Iterable[int]) -> list[ref[Any]]:
         """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads.
@@ -213,7 +213,7 @@ def part_of(tensor: Tensor, nbytes: int) -> tuple[int, int] | None:
     return start, start + layout_of(tensor.shape, tensor.stride()).span * tensor.itemsize
 
 
-def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ranges in order, those that touch as one."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(parts):
@@ -223,5 +223,6 @@ def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _nbytes(parts: Iterable[tuple[int, int]]) -> int:
+def nbytes_of(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the bytes in ranges that do not overlap."""
     return sum(end - start for start, end in parts)
