@@ -179,15 +179,15 @@ class Scope:
         first = self.storages.first_kept(key)
         part = part_of(tensor, storage.nbytes())
         saved = self.tracker.saved_nbytes(key, storage, part)
+        held = self.storages.keep(key, storage.nbytes(), part, new=first is None)
         if first is not None:
-            if saved and self.storages.parts.get(key):  # more of the storage than the first one booked
-                return Kept(tensor, account, (first, self.ledger.hold(account, saved, 0, saved)))
+            if held:  # more of the storage than the first one booked
+                return Kept(tensor, account, (first, self.ledger.hold(account, saved, 0, held)))
             self.ledger.add(account, saved, 0, 0)
             return Kept(tensor, account, first)
         owner = self.storages.small.get(key)
         frame = owner() if owner is not None else None
         if frame is None:
-            held = storage.nbytes() if part is None else part[1] - part[0]
             kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, held))
         else:  # it is held already, by the small tensors of an ended call
             self.ledger.add(account, saved, 0, 0)

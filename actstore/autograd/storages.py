@@ -31,14 +31,15 @@ class Storages:
     computed : storages of weights that are computed from parameters
     small : the call that books a small storage as held, which ended first of all that saved it; it may be dead
     kept : the first handle that keeps a storage as it is
+    kept_parts : byte ranges that handles keep of a storage, where they do not keep all of it
     stored : the handles whose payloads have bytes of a storage; never an empty list
     tags : names that users gave
     prune_count : so many met storages make `prune` worth its time
     """
 
     __slots__ = (
-        "_before", "_held", "_last", "computed", "counted", "kept", "met", "parameters", "parts", "prune_count",
-        "small", "stored", "tags",
+        "_before", "_held", "_last", "computed", "counted", "kept", "kept_parts", "met", "parameters", "parts",
+        "prune_count", "small", "stored", "tags",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class Storages:
         self.computed = set[int]()
         self.small: dict[int, ref[Any]] = {}
         self.kept: dict[int, ref[Any]] = {}
+        self.kept_parts: dict[int, list[tuple[int, int]]] = {}
         self.stored: dict[int, list[ref[Any]]] = {}
         self.tags: dict[int, str] = {}
         self.prune_count = _MIN_PRUNE_COUNT
@@ -77,12 +79,12 @@ class Storages:
         if part is None:
             self.counted.add(key)
         else:
-            self.parts[key] = _joined([*self._before, part])
+            self.parts[key] = joined([*self._before, part])
         if key not in self.met:  # as `meet`, without a call
             hold_weak(storage)
             self._held.append(key)
             self.met.add(key)
-        return (storage.nbytes() if part is None else _nbytes(self.parts[key])) - _nbytes(self._before)
+        return (storage.nbytes() if part is None else nbytes_of(self.parts[key])) - nbytes_of(self._before)
 
     def meet_small(self, small: dict[int, int]) -> bool:
         """Register the small storages of an ended call, which has a weak reference to each.
@@ -137,6 +139,20 @@ class Storages:
         kept = self.kept.get(key)
         return None if kept is None else kept()
 
+    def keep(self, key: int, nbytes: int, part: tuple[int, int] | None, *, new: bool) -> int:
+        """Return the bytes that stay on the device because a handle keeps a storage of `nbytes`, or a `part` of it.
+
+        new : whether no other handle keeps it
+        """
+        if part is None and new:
+            self.kept_parts.pop(key, None)
+            return nbytes
+        before = [] if new else self.kept_parts.get(key)
+        if before is None:  # all of it is kept
+            return 0
+        self.kept_parts[key] = joined([*before, part or (0, nbytes)])
+        return nbytes_of(self.kept_parts[key]) - nbytes_of(before)
+
     def is_kept(self, key: int) -> bool:
         """Return whether a handle keeps the storage on its device, where a payload would only add bytes."""
         return self.first_kept(key) is not None
@@ -150,7 +166,7 @@ class Storages:
         for key, stored in self.stored.items():
             handle = stored[0]()
             if handle is not None and handle.alias is None and (storage := revive(key)) is not None:
-                yield handle, _nbytes(self.parts.get(key, ())) or storage.nbytes()
+                yield handle, nbytes_of(self.parts.get(key, ())) or storage.nbytes()
 
     def prune(self, *running: Iterable[int]) -> list[ref[Any]]:
         """Forget freed storages, so that an endless context does not grow. Returns the handles of their payloads.
@@ -165,6 +181,7 @@ class Storages:
         handles = [weak for key in gone for weak in self.stored.pop(key, ())]
         for key in gone:
             self.kept.pop(key, None)
+            self.kept_parts.pop(key, None)
             self.parts.pop(key, None)
             self.small.pop(key, None)
             self.tags.pop(key, None)
@@ -177,7 +194,8 @@ class Storages:
 
     def clear(self) -> None:
         """Forget all storages but those of weights."""
-        for known in (self.kept, self.small, self.stored, self.tags, self.met, self.counted, self.parts):
+        books = self.kept, self.kept_parts, self.small, self.stored, self.tags, self.met, self.counted, self.parts
+        for known in books:
             known.clear()
         while self._held:
             free_weak(self._held.pop())
@@ -195,7 +213,7 @@ def part_of(tensor: Tensor, nbytes: int) -> tuple[int, int] | None:
     return start, start + layout_of(tensor.shape, tensor.stride()).span * tensor.itemsize
 
 
-def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ranges in order, those that touch as one."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(parts):
@@ -205,5 +223,6 @@ def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _nbytes(parts: Iterable[tuple[int, int]]) -> int:
+def nbytes_of(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the bytes in ranges that do not overlap."""
     return sum(end - start for start, end in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from time import perf_counter_ns
 from types import TracebackType
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from actstore.autograd.modules import current
-from actstore.autograd.storages import part_of
+from actstore.autograd.storages import joined, nbytes_of, part_of
 from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.layout import layout_of
@@ -65,6 +65,7 @@ class Recorder:
         self._modules = Counter[str]()  # bytes that plain autograd holds
         self._storages: dict[int, tuple[str, int]] = {}  # those that autograd holds: the module, and the bytes
         self._tensors = Counter[int]()  # that autograd holds, by storage
+        self._parts = defaultdict[int, dict[int, tuple[int, int]]](dict)  # ranges of storages, by their own keys
         self._began, self._own_ns = perf_counter_ns(), 0
         self._most = self._last = 0
         self._gradients: dict[int, int] = {}  # bytes, by weight
@@ -124,8 +125,13 @@ class Recorder:
         key = 0 if storage is None else storage._cdata
         counts = storage is not None and key not in self._weights
         nbytes = 0 if storage is None else storage.nbytes()
-        if counts and (part := part_of(tensor, nbytes)) is not None:  # each range has a key of its own
-            key, nbytes = hash((key, part)), part[1] - part[0]
+        grouped = tracker is not None and nbytes < tracker.frame.keep_below  # a report counts all of such a storage
+        if counts and not grouped and not self._tensors[key]:
+            part, known = part_of(tensor, nbytes), joined([*self._parts.get(key, {}).values()])
+            nbytes = nbytes_of(joined([*known, part or (0, nbytes)])) - nbytes_of(known)
+            if part is not None:
+                whole, key = key, hash((key, part))  # each range has a key of its own
+                self._parts[whole][key] = part
         new = counts and not self._tensors[key]
         line = current_line()
         self.saved.append(
@@ -171,6 +177,8 @@ class Recorder:
             return
         self._tensors[key] -= 1
         if not self._tensors[key]:
+            for parts in self._parts.values():
+                parts.pop(key, None)
             module, nbytes = self._storages.pop(key)
             self._modules[module] -= nbytes
 

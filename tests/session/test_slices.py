@@ -108,3 +108,26 @@ def test_an_inspection_counts_the_slice(data):
 
     found = inspect_step(step, store)
     assert found.saved_bytes == 2 * NBYTES  # the batch, and what tanh returns
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_tokens_and_those_that_follow_are_inspected(rows):
+    """Two slices of one storage, which overlap; a report counts all of a small one."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(9, 2)
+
+        def forward(self, tokens):
+            return (self.embed(tokens[:, :-1]) * self.embed(tokens[:, 1:])).sum()
+
+    net, tokens = Both(), torch.randint(9, (rows, 65))
+    store = ActivationStore(net, "keep")
+
+    def step(store):
+        with store:
+            loss = net(tokens)
+        loss.backward()
+
+    assert inspect_step(step, store).saved_bytes == tokens.nbytes + 2 * 2 * 4 * rows * 64

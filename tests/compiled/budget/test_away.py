@@ -32,6 +32,7 @@ DISK: list[Disk | Window] = [Disk(budget="1GiB"), Window("1MiB")]
 def copies_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that plans are the same on each machine."""
     monkeypatch.setattr(lanes, "rates_alone", lambda *_: (1e9, 1e9))
+    monkeypatch.setattr(lanes, "bytes_per_ms", lambda _: 1e9)
     monkeypatch.setattr(lane, "CALL_MS", 0.0)
 
 
