@@ -1,6 +1,7 @@
 """Chains of recomputed calls: inputs that are replayed instead of stored, how often forward runs, what is held."""
 
 import threading
+from weakref import ref
 
 import pytest
 import torch
@@ -721,3 +722,13 @@ def test_a_lossy_store():
     plain = train_step(model, (x,))
     errors = [(step.grads[n] - plain.grads[n]).norm() / plain.grads[n].norm() for n in plain.grads]
     assert 0 < max(errors) < 0.05
+
+
+def test_a_store_with_recomputed_modules_is_freed_with_its_last_reference():
+    model = blocks()
+    store = make(model, "segment=3")
+    train_step(model, (torch.randn(3, WIDTH),), store)
+    weak = ref(store)
+    with gc_off():
+        del store
+        assert weak() is None
