@@ -104,7 +104,7 @@ class Forecast:
         return None
 
     def _part(self, name: str, part: str) -> float:
-        """Return the most bytes that a part of a unit saves."""
+        """Return the upper bound of the bytes that a part of a unit saves."""
         known = [f.parts[part].saved for f in self.figures[name].values() if part in f.parts]
         return max(known) if known else self.saved(name)
 

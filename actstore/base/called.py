@@ -124,7 +124,7 @@ def _call_of(frame: FrameType) -> _CodeCall:
 def number_before(until: list[dis.Instruction]) -> float | None:
     """Tell the number that is the last argument of the last instruction; None where it may be another, or no number."""
     for above, each in pairwise(reversed(until)):
-        if above.is_jump_target:  # such as behind ``2 if square else -0.5``
+        if above.is_jump_target:  # such as after ``2 if square else -0.5``
             break
         if each.opname not in _AFTER_ARGUMENTS:
             value = each.argval if each.opname in _CONSTANTS else None

@@ -76,7 +76,7 @@ class Surroundings:
         return _NOTHING if now == self._device else self._device
 
     def under_modes(self) -> AbstractContextManager[Any]:
-        """Return a context with these modes; an empty one where there are none.
+        """Return a context with these modes; an empty one without modes.
 
         Raises
         ------

@@ -53,7 +53,7 @@ class Grouping:
         return ordered if len(self.tail) == 1 else ordered.flatten(self.lead)
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Return the groups of `group` elements, (lead ..., groups, group), and behind them a shorter last one.
+        """Return the groups of `group` elements, (lead ..., groups, group), then a shorter last one.
 
         A last group filled with zeros would be shorter code, but Inductor's loops then read wrong elements of it.
         """

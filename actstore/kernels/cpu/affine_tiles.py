@@ -251,7 +251,7 @@ def encode_groups(
     keep: Any,
 ) -> None:
     """Store the codes of the whole groups of a tile, one per byte, their scales and their minima."""
-    if ranges_of(elements, stacks, groups, group, kind, inf, bits, keep) and keep:  # behind ReLU
+    if ranges_of(elements, stacks, groups, group, kind, inf, bits, keep) and keep:  # after ReLU
         scales_from_zero(stacks, scales, minima, groups, kind, levels, bits)
         codes_from_zero(elements, codes, stacks, noise, groups, group, kind, bits, noisy)
     else:
