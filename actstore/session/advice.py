@@ -7,7 +7,6 @@ from math import inf
 from actstore.base.spec import Site
 from actstore.base.units import format_nbytes
 from actstore.session.step_figures import PLANNING_CHOOSERS, StepFigures
-from actstore.transfer.engine import PARCEL_NBYTES
 
 MAX_SENTENCES = 3
 MIN_BYTES_SHARE = 0.10  # of the saved bytes: a smaller cause is not worth a sentence
@@ -213,10 +212,11 @@ def _in_flight(f: StepFigures) -> str:
     if not f.by_rules:
         return ""
     tiers = f.flight_decision.partition(" @ ")[2]
-    if f.in_flight <= PARCEL_NBYTES:
+    if f.in_flight <= f.parcel_nbytes:
         return (
             f"were on the device still when forward ended: payloads travel to {tiers} in parcels of up to "
-            f"{format_nbytes(PARCEL_NBYTES)}, and no more is in the last of them; larger batches leave a smaller part."
+            f"{format_nbytes(f.parcel_nbytes)}, and no more is in the last of them; larger batches leave a smaller "
+            "part."
         )
     if f.forward_ms and f.overrun_ms >= MIN_OVERRUN_SHARE * f.forward_ms:
         return (

@@ -15,6 +15,7 @@ from actstore.plan.plan import Plan
 from actstore.policy import Derive, Keep, Offload, Policy, Recompute, Rules
 from actstore.session.step_figures import StepFigures
 from actstore.session.step_policy import StepPolicy
+from actstore.transfer.engine import most_parcel_nbytes
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def figures_of(ledger: Ledger, circumstances: Circumstances, request: Request) -
         host_decision=_where(_most(groups.hosted, _stored_here)),
         compiled=max(ledger.compiled.values(), default=0),
         in_flight=_sum(groups.flying, _held),
+        parcel_nbytes=most_parcel_nbytes(on_host=circumstances.on_host),
         flight_decision=_where(_most(groups.flying, _held)),
         kept_window=_sum(groups.crowded, _held),
         window=circumstances.window_nbytes,

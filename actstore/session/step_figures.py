@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from actstore.transfer.engine import PARCEL_NBYTES
+
 PLANNING_CHOOSERS = ("auto", "plan")  # they plan for bytes on their way, and for decoded and recomputed tensors
 
 
@@ -46,6 +48,7 @@ class StepFigures:
     host_decision : decision that sends most of these there
     compiled : bytes stored, which one compiled region reads at once in backward
     in_flight : bytes stored, and not yet away from the device
+    parcel_nbytes : upper bound of a shared parcel
     flight_decision : decision on most of these
     kept_window : bytes stored on the device because the window was full
     window : bound on bytes on their way to one tier
@@ -101,6 +104,7 @@ class StepFigures:
     host_decision: str = ""
     compiled: int = 0
     in_flight: int = 0
+    parcel_nbytes: int = PARCEL_NBYTES
     flight_decision: str = ""
     kept_window: int = 0
     window: int = 0

@@ -42,6 +42,11 @@ MIN_PARCELS_PER_BOUND = 8  # at least so many shared parcels fit within the boun
 BERTH_ALIGN_NBYTES = 64
 
 
+def most_parcel_nbytes(*, on_host: bool) -> int:
+    """Return the upper bound of a shared parcel, on a device with or without host memory."""
+    return PARCEL_NBYTES if on_host else ACCELERATOR_FACTOR * PARCEL_NBYTES
+
+
 class Engine:
     """Mover of payloads of one compute device. Thread-safe; `drop` is safe in finalizers.
 
@@ -63,8 +68,8 @@ class Engine:
         *,
         poison: bool = False,
     ) -> None:
-        factor = 1 if device.on_host else ACCELERATOR_FACTOR
-        self._small_nbytes, self._parcel_nbytes = factor * SMALL_NBYTES, factor * PARCEL_NBYTES
+        self._small_nbytes = SMALL_NBYTES * (1 if device.on_host else ACCELERATOR_FACTOR)
+        self._parcel_nbytes = most_parcel_nbytes(on_host=device.on_host)
         window_nbytes = window_nbytes or (HOST_WINDOW_NBYTES if device.on_host else DEVICE_WINDOW_NBYTES)
         self._device = device
         self._traffic = traffic = Traffic(device, ledger, window_nbytes, Timekeeper(ledger, trace), poison=poison)

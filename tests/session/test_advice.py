@@ -368,7 +368,7 @@ PARCELS = Case(
     FLYING | {"in_flight": 4 * MIB, "saved_bytes": 8 * MIB},
     "were on the device still when forward ended: payloads travel to disk in parcels of up to 4.0 MiB, and no more is "
     "in the last of them; larger batches leave a smaller part.",
-    [{"in_flight": 4 * MIB + 1}, {"chooser": "auto"}, {"saved_bytes": 100 * MIB}],
+    [{"in_flight": 4 * MIB + 1}, {"parcel_nbytes": 2 * MIB}, {"chooser": "auto"}, {"saved_bytes": 100 * MIB}],
 )
 RULES_HIDDEN = {
     "one": Case(
