@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
-    """Analyse a shape with its strides, in elements. Cached: a model repeats a few of them."""
+    """Analyze a shape with its strides, in elements. Cached: a model repeats a few of them."""
     if 0 in shape:
         return Layout(0, True, (shape, stride))
     dims = sorted(((st, n) for n, st in zip(shape, stride, strict=True) if n > 1 and st != 0), reverse=True)

@@ -18,11 +18,25 @@ BREACHES = {
     "rule 5": f"raise ValueError('{'word ' * 26}.')\n",
     "rule 6: an error": 'raise ValueError(f"size={size}: must be 1 or more")\n',
     "rule 6: a sentence": 'raise ValueError(f"size={size}: must be 1 or more; " "give 2.")\n',
-    "rule 3": "x = 1  # prefetched\n",
+    "rule 3: 'behind'": "x = 1  # read behind the last operator\n",
+    "rule 3: 'the most bytes'": 'x = "the bound on the peak, the most bytes"\n',
+    "rule 3: 'the begin'": "x = 1  # from the begin of backward\n",
+    "rule 3: 'so many'": '"""The first of so many steps."""\n',
+    "rule 3: 'what it has'": "x = 1  # puts back what it has written\n",
+    "rule 3: 'of which'": "x = 1  # threads of which one runs the job\n",
+    "rule 3: 'normalise'": "x = 1  # normalise the rows\n",
+    "rule 3: 'behaviour'": "x = 1  # the behaviour of the step\n",
     "rule 7": "x = 1\n# of the rest\n\ny = 2\n",
     "rule 8: Row": "class Row:\n    pass\n",
     "rule 8: several": "class A:\n    pass\n\n\nclass _A:\n    pass\n",
 }
+
+
+@pytest.fixture(autouse=True)
+def no_files_to_edit(request, tmp_path, monkeypatch):
+    if request.node.name != "test_words_follow_the_rules":
+        (tmp_path / "words_to_edit.txt").write_text("")
+        monkeypatch.setattr(words, "TO_EDIT", tmp_path / "words_to_edit.txt")
 
 
 @pytest.mark.parametrize("rule", BREACHES)
@@ -58,7 +72,7 @@ import warnings
 
 
 class Sum:
-    """Sum of numbers; `others` are left out."""
+    """Sum of numbers that a backward pass prefetches; the submodule and others are left out."""
 
     @property
     def half(self):
@@ -69,11 +83,19 @@ class Sum:
         if n < 0:
             raise ValueError(f"n={n}: must be >= 0. Use 'a; b' instead.")
         warnings.warn(f"{n} is kept: {why}", stacklevel=2)
-        raise KeyError(n)  # at last
+        raise KeyError(n)  # at last: there is no sum, and re-running leaves no file behind
 
         # of the next line
         return self.submodule
 '''
+
+
+def test_a_file_to_edit_may_keep_its_phrases_but_breaks_no_other_rule(tmp_path, monkeypatch):
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("Somebody waits behind the step.\n")
+    (tmp_path / "words_to_edit.txt").write_text("docs/page.md\n")
+    assert [": rule 2: " in each for each in words.findings()] == [True]
 
 
 def test_good_words_pass(tmp_path, monkeypatch):

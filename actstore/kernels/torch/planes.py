@@ -41,5 +41,5 @@ def unpack_planes(planes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def places(offsets: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return the indices of the `nbytes` bytes behind each offset, in bytes."""
+    """Return the indices of the `nbytes` bytes after each offset, in bytes."""
     return offsets[:, None] + torch.arange(nbytes, device=offsets.device)
