@@ -1,14 +1,19 @@
 """The text form of decisions, read by recursive descent.
 
-policy   := rule (newline | ";") rule ... | decision          comments run from "#" to the end of the line
-rule     := pattern ":" decision
-pattern  := glob ["/" glob] | "@" alias ["[" slice "]"] ["." glob] ["/" glob]
-decision := "keep" | "derive" ["(" decision ")"] | "recompute" ["(" inputs ")"]
-          | ["unprotected"] codec ["@" tier (">" tier)*]
-inputs   := decision ("," option "=" value)* | option "=" value ("," option "=" value)*
-codec    := name | name "(" argument ("," argument)* ")"
-argument := flag | option "=" value | codec
-value    := word | number | codec
+policy    := rule (newline | ";") rule ... | decision        "#" starts a comment
+rule      := pattern ":" decision
+pattern   := module | module "/" tag | module "/@" operator
+module    := glob | "@" alias ["[" slice "]"] ["." glob]
+alias     := "blocks" | "attention" | "mlp" | "norm"
+operator  := "sdpa" | "matmul" | "conv" | "norm" | "activation" | "collective" | "aten." glob
+decision  := "keep"
+           | "derive" ["(" decision ")"]
+           | "recompute" ["(" inputs ")"]
+           | ["unprotected"] codec ["@" tier (">" tier) ...]
+inputs    := decision | option "=" value, ... | decision "," option "=" value, ...
+codec     := name | name "(" argument "," ... ")"
+argument  := flag | option "=" value | codec
+tier      := "device" | "group" | "host" | "disk" | a tier of another package
 """
 
 from __future__ import annotations
