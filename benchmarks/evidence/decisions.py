@@ -1,21 +1,24 @@
 """Gradient errors where saved floats decide in backward, and the cost of kept decisions: three minutes on one core.
 
-``python -m benchmarks.evidence.decisions`` prints Markdown tables. Gradients are those of the first weights in float32.
+``python -m benchmarks.evidence.decisions`` prints Markdown tables, and writes ``decisions.json`` into the folder of
+this machine's results. Gradients are those of the first weights in float32.
 
 1. The relative error of all gradients, and the bytes held, of networks whose activations decide (such as ReLU) or
    do not (GELU): eight 3x3 convolutions with BatchNorm and one activation, batch 32 of 32 x 32, and the benchmark's
    ResNet; under policies as they are and with ``signs=round``, which lets small values fall to zero.
 2. The same networks with every block recomputed from lossy inputs: decisions made anew, and repeated.
 3. A mixture of experts in the same way, and the tokens whose second run goes to other experts than the first.
-4. The time of encoding 8 MiB of float32 behind ReLU with signs kept beside that without, in pairs whose order changes.
+4. The time of encoding 8 MiB of float32 after ReLU with signs kept beside that without, in pairs whose order changes.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +27,17 @@ from torch.nn import functional as F
 from actstore import ActivationStore
 from actstore.base.spec import Spec
 from actstore.bench import workloads
+from actstore.bench.environment import environment
 from actstore.bench.workloads.job import fix_seed
 from actstore.errors import StateError
 from actstore.policy import Encode, parse_decision
 from actstore.session.activation_store import MIN_NBYTES
+from benchmarks import machine
 from benchmarks.evidence.experts import MixtureGPT, Router
 from benchmarks.evidence.tasks import TASKS
 from benchmarks.markdown import table
+
+Row = dict[str, Any]
 
 ACTIVATIONS = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.ELU, nn.SELU,
@@ -93,31 +100,29 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
     return (off / sum(float(b.pow(2).sum()) for b in exact)) ** 0.5
 
 
-def errors() -> str:
+def errors() -> list[Row]:
     rows = []
     for name, model, loss in subjects():
         exact, _ = gradients(model, loss, "keep")
-        row = [name]
         for codec in CODECS:
             plain = codec[:-1] + ", signs=round)" if codec.endswith(")") else f"{codec}(signs=round)"
             (kept, held), (rounded, before) = (gradients(model, loss, policy) for policy in (codec, plain))
-            row.append(f"{error(rounded, exact):.2%} -> {error(kept, exact):.2%}, bytes {held / before:.3f}")
-        rows.append(row)
-    return "\n".join(table(["network", *CODECS], rows))
+            row = {"network": name, "codec": codec, "rounded": error(rounded, exact), "kept": error(kept, exact)}
+            rows.append(row | {"bytes": held / before})
+    return rows
 
 
-def recomputed() -> str:
+def recomputed() -> list[Row]:
     rows = []
     for name, model, loss in subjects():
         exact, _ = gradients(model, loss, "keep")
-        row = [name]
         for codec in INPUT_CODECS:
             (anew, less), (kept, held) = (
                 gradients(model, loss, f"recompute({codec}{rule})") for rule in (", decisions=anew", "")
             )
-            row.append(f"{error(anew, exact):.2%} -> {error(kept, exact):.2%}, bytes {held / less:.3f}")
-        rows.append(row)
-    return "\n".join(table(["network, anew -> repeated", *(f"recompute({codec})" for codec in INPUT_CODECS)], rows))
+            row = {"network": name, "codec": codec, "anew": error(anew, exact), "repeated": error(kept, exact)}
+            rows.append(row | {"bytes": held / less})
+    return rows
 
 
 class Mixture:
@@ -141,28 +146,29 @@ class Mixture:
         self.chosen.clear()
         return gradients(self.model, lambda model: model(*self.batch), policy, min_bytes=0)[0]
 
-    def under(self, policy: str) -> str:
+    def under(self, policy: str) -> Row:
         """Return the error, and the tokens that took other experts where the last step ran blocks a second time."""
         try:
-            said = f"{error(self.gradients(policy), self.exact):.2%}"
+            found: Row = {"error": error(self.gradients(policy), self.exact)}
         except StateError:
-            return "StateError"
+            return {"error": None}
         runs = [seen[-2:] for seen in self.chosen.values() if len(seen) == 2 * STEPS]
         moved = sum(int((first != second).any(-1).sum()) for first, second in runs)
-        return f"{said}, {moved} of {sum(len(first) for first, _ in runs)} tokens" if runs else said
+        return found | ({"rerouted": moved, "tokens": sum(len(first) for first, _ in runs)} if runs else {})
 
 
-def routed() -> str:
+def routed() -> list[Row]:
     rows = []
-    for name, every in (("the tokens that chose it", False), ("all tokens", True)):
+    for name, every in (("the tokens that chose it", False), ("all tokens, weighted", True)):
         mixture = Mixture(every)
         for codec in INPUT_CODECS:
-            policies = codec, f"recompute({codec}, decisions=anew)", f"recompute({codec})"
-            rows.append([name, codec, *map(mixture.under, policies)])
-    return "\n".join(table(["each expert computes", "codec", "not recomputed", "anew", "repeated"], rows))
+            policies = {"once": codec, "anew": f"recompute({codec}, decisions=anew)", "repeated": f"recompute({codec})"}
+            runs = {kind: mixture.under(policy) for kind, policy in policies.items()}
+            rows.append({"each expert computes": name, "codec": codec, **runs})
+    return rows
 
 
-def speed(pairs: int) -> str:
+def speed(pairs: int) -> list[Row]:
     x = torch.randn(2 << 20).relu().view(1024, 2048)
     rows = []
     for text in TIMED_CODECS:
@@ -179,17 +185,32 @@ def speed(pairs: int) -> str:
                 if number >= 0:
                     times[keep].append(perf_counter() - begin)
         ratio = median(a / b for a, b in zip(times[True], times[False], strict=True))
-        rows.append([text, f"{x.nbytes / median(times[False]) / 1e9:.2f}", f"{1 / ratio:.3f}"])
-    return "\n".join(table(["codec", "GB/s with signs=round", "speed with signs kept, of that"], rows))
+        gbps = x.nbytes / median(times[False]) / 1e9
+        rows.append({"codec": text, "gbps_rounded": gbps, "speed_of_rounded": 1 / ratio})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=50, help="of encodings that are timed")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, not to that of this machine")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for made in (errors, recomputed, routed, lambda: speed(given.pairs)):
-        print(made(), end="\n\n", flush=True)
+    made = {"errors": errors, "recomputed": recomputed, "routed": routed, "speed": lambda: speed(given.pairs)}
+    found: dict[str, Any] = {"environment": environment()}
+    for name, rows in made.items():
+        found[name] = rows()
+        print(
+            "\n".join(table(list(found[name][0]), [list(map(shown, row.values())) for row in found[name]])),
+            end="\n\n",
+            flush=True,
+        )
+    machine.write(given.json or machine.RESULTS / machine.name_of(found["environment"]) / "decisions.json", found)
+
+
+def shown(value: Any) -> str:
+    """Return a cell of a printed table."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

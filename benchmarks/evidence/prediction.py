@@ -1,5 +1,7 @@
 """Quality of the predicted effect of payload errors on gradients: ``python -m benchmarks.evidence.prediction``.
 
+It prints a table, and writes ``prediction.json`` into the folder of this machine's results.
+
 Small GPTs are trained for some steps. Then each site alone is made lossy, and the variance of all gradients over some
 draws of the random rounding is compared with what one sampled step predicts: rank correlation over the sites, the least
 and the largest ratio of predicted to measured variance, and the same ratio of all sites at once.
@@ -13,8 +15,10 @@ from rich.table import Table
 
 from actstore import ActivationStore, measure_gradient_error
 from actstore.bench import workloads
+from actstore.bench.environment import environment as environment_of_this
 from actstore.bench.workloads.workload import Workload
 from actstore.results import GradientDeviation
+from benchmarks import machine
 
 LAYERS = (2, 4)
 POLICIES = ("int4(round=stochastic)", "int8(affine, round=dither)")
@@ -37,6 +41,7 @@ def measure(layers: int, policy: str) -> GradientDeviation:
 def main() -> None:
     torch.set_num_threads(1)
     table = Table("layers", "policy", "sites", "rank correlation", "least ratio", "largest", "all together")
+    rows = []
     for layers in LAYERS:
         for policy in POLICIES:
             found = measure(layers, policy)
@@ -45,7 +50,12 @@ def main() -> None:
             together = found.predicted.variance / (found.deviation**2 + found.bias**2)
             figures = [found.rank_correlation or 0.0, min(ratios), max(ratios), together]
             table.add_row(str(layers), policy, str(len(ratios)), *(f"{figure:.2f}" for figure in figures))
+            names = ("rank_correlation", "least", "largest", "together")
+            rows.append({"layers": layers, "policy": policy, **dict(zip(names, figures, strict=True))})
     Console().print(table)
+    environment = environment_of_this()
+    path = machine.RESULTS / machine.name_of(environment) / "prediction.json"
+    machine.write(path, {"environment": environment, "rows": rows})
 
 
 if __name__ == "__main__":

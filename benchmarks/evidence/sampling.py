@@ -1,5 +1,7 @@
 """Cost of sampling errors in training: `python -m benchmarks.evidence.sampling`.
 
+It writes ``sampling.json`` into the folder of this machine's results.
+
 The GPT of `make bench` in int8: a sampled step, the one after it, which gives the noise from batch to batch,
 one to settle, and one without sampling take turns on one model in one process. Processor time on one thread, so
 that other work on the machine counts little; medians over the rounds. Further steps are like those without sampling.
@@ -13,9 +15,11 @@ from time import process_time
 
 from actstore import ActivationStore, SampleErrors
 from actstore.bench import workloads
+from actstore.bench.environment import environment
 from actstore.bench.trainer import fix_numerics
 from actstore.bench.workloads.job import Job, fix_seed
 from actstore.bench.workloads.workload import Workload
+from benchmarks import machine
 
 SAMPLE_PERIOD_STEPS = 200  # steps, as the default is
 WARMUP = 2
@@ -60,6 +64,8 @@ def main() -> None:
     print(
         f"with one sampled step in {SAMPLE_PERIOD_STEPS}: {extra / SAMPLE_PERIOD_STEPS / found['plain']:+.2%} of a step"
     )
+    here = environment()
+    machine.write(machine.RESULTS / machine.name_of(here) / "sampling.json", {"environment": here, "ms": found})
 
 
 if __name__ == "__main__":

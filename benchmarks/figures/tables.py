@@ -84,8 +84,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {  # of tables of runs, by header
 
 def name_of(label: str) -> str:
     """Return the name in files of a row of a page."""
-    text = re.sub(r"[`*\"]", "", label).strip()
-    auto = re.fullmatch(r"auto, (\d+) %", text)
+    text = re.sub(r"[`\"]|\*\*", "", label).strip()
+    auto = re.fullmatch(r"auto, (?:budget )?(\d+) %", text)
     return f"auto {auto[1]} %" if auto else NAMES.get(text, text)
 
 
