@@ -12,12 +12,9 @@ from typing import Any as _Any
 
 from actstore._version import __version__
 from actstore.errors import ActstoreError
-from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Derive, Encode, Keep, Offload, Recompute, Rules
-from actstore.policy.encoded import encode
 from actstore.session.activation_store import ActivationStore
 from actstore.session.observers import SampleErrors, Verify
-from actstore.session.report import Report
 from actstore.session.tagging import tag
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.trace import Trace
@@ -57,10 +54,16 @@ __all__ = [
 if _TYPE_CHECKING:
     from actstore.check import check_gradients, measure_gradient_error
     from actstore.inspection import fit_step, inspect_step
+    from actstore.plan.plan import Plan
+    from actstore.policy.encoded import encode
     from actstore.session.planning import make_plan
+    from actstore.session.report import Report
 
-_LATER = {  # functions whose modules are imported when they are used
+_LATER = {  # names whose modules are imported when they are used
+    "Plan": "actstore.plan.plan",
+    "Report": "actstore.session.report",
     "check_gradients": "actstore.check",
+    "encode": "actstore.policy.encoded",
     "fit_step": "actstore.inspection",
     "inspect_step": "actstore.inspection",
     "make_plan": "actstore.session.planning",

@@ -36,7 +36,8 @@ from rich.table import Table
 
 from actstore.bench.environment import environment
 from actstore.devices import Cpu
-from actstore.tiers import DiskTier, Slot
+from actstore.tiers import Slot
+from actstore.tiers.disk import DiskTier
 from actstore.tiers.file import NamelessFile, digest
 
 MIB = 2**20

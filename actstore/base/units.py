@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from decimal import Decimal
 
 from actstore.errors import ConfigError
 
@@ -14,7 +13,7 @@ _SCALE = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _PER_NODE = re.compile(r"(.*?)\s*/\s*node\s*", re.IGNORECASE)
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_PATTERN = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([a-zA-Z]*)\s*")
 
 
 def parse_nbytes(value: int | str, name: str = "size") -> int:
@@ -31,13 +30,15 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
             raise ConfigError(f"{name}={value}: must be 0 or more bytes.")
         return value
     match = _PATTERN.fullmatch(value)
-    scale = _SCALE.get(match.group(2).lower()) if match else None
+    scale = _SCALE.get(match[3].lower()) if match else None
     if match is None or scale is None:
         raise ConfigError(
             f"{name}={value!r}: must be a number of bytes. Write a number and one of "
             "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as '20GiB'."
         )
-    return int(Decimal(match.group(1)) * scale)
+    whole, fraction = match[1], match[2] or ""
+    nbytes: int = int(whole + fraction) * scale // 10 ** len(fraction)
+    return nbytes
 
 
 def parse_budget(value: int | str, name: str = "budget") -> int:

@@ -20,9 +20,9 @@ from actstore.bench.result import Result
 from actstore.display.text import TABLE_WIDTH
 from actstore.errors import ConfigError
 from actstore.results import Profile
-from actstore.trace import Lane, Summary, Trace
+from actstore.trace import Trace
 from actstore.trace.ndjson import is_trace
-from actstore.trace.summary import format_percent
+from actstore.trace.summary import Lane, Summary, format_percent
 
 LISTED_STEPS = 12  # the last steps, in the table of steps
 _LANE_COLUMNS = ("\nevents", "\nbytes", "busy\nms", "busy\n%", "\nGB/s", "beside\ncompute", "in stalls\nms")

@@ -1,26 +1,30 @@
 """Codecs: pure functions from dense tensors to bytes and back."""
 
+from typing import TYPE_CHECKING, Any
+
 from actstore.base.spec import Spec
-from actstore.codecs.affine import Int2, Int3, Int4, Int5, Int6
 from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
-from actstore.codecs.bit1 import Bit1
-from actstore.codecs.bnb8 import Bnb8
 from actstore.codecs.checks import check_buffers, check_dtype
-from actstore.codecs.e5m6 import E5m6
-from actstore.codecs.expack import Expack
-from actstore.codecs.fp8 import Fp8
-from actstore.codecs.hadamard128 import Hadamard128
-from actstore.codecs.int8 import Int8
-from actstore.codecs.intpack import Intpack
-from actstore.codecs.lz4 import Lz4
-from actstore.codecs.nf4 import Nf4
-from actstore.codecs.nm import Nm
-from actstore.codecs.raw import Raw
-from actstore.codecs.registry import get, names
-from actstore.codecs.topk import Topk
-from actstore.codecs.zmask import Zmask
-from actstore.codecs.zstd import Zstd
+from actstore.codecs.registry import CLASSES, get, load, names
 from actstore.kernels.base import storage_slice
+
+if TYPE_CHECKING:
+    from actstore.codecs.affine import Int2, Int3, Int4, Int5, Int6
+    from actstore.codecs.bit1 import Bit1
+    from actstore.codecs.bnb8 import Bnb8
+    from actstore.codecs.e5m6 import E5m6
+    from actstore.codecs.expack import Expack
+    from actstore.codecs.fp8 import Fp8
+    from actstore.codecs.hadamard128 import Hadamard128
+    from actstore.codecs.int8 import Int8
+    from actstore.codecs.intpack import Intpack
+    from actstore.codecs.lz4 import Lz4
+    from actstore.codecs.nf4 import Nf4
+    from actstore.codecs.nm import Nm
+    from actstore.codecs.raw import Raw
+    from actstore.codecs.topk import Topk
+    from actstore.codecs.zmask import Zmask
+    from actstore.codecs.zstd import Zstd
 
 __all__ = [
     "AtMost",
@@ -55,3 +59,11 @@ __all__ = [
     "names",
     "storage_slice",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a codec when its class is first used."""
+    if name not in CLASSES:
+        raise AttributeError(f"module 'actstore.codecs' has no attribute {name!r}")
+    found = globals()[name] = load(name)
+    return found

@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from importlib import import_module
 
 from actstore.base import extensions
-from actstore.codecs.affine import Int2, Int3, Int4, Int5, Int6
 from actstore.codecs.base import Codec
-from actstore.codecs.bit1 import Bit1
-from actstore.codecs.bnb8 import Bnb8
-from actstore.codecs.e5m6 import E5m6
-from actstore.codecs.expack import Expack
-from actstore.codecs.fp8 import Fp8
-from actstore.codecs.hadamard128 import Hadamard128
-from actstore.codecs.int8 import Int8
-from actstore.codecs.intpack import Intpack
-from actstore.codecs.lz4 import Lz4
-from actstore.codecs.nf4 import Nf4
-from actstore.codecs.nm import Nm
-from actstore.codecs.raw import Raw
-from actstore.codecs.topk import Topk
-from actstore.codecs.zmask import Zmask
-from actstore.codecs.zstd import Zstd
 from actstore.errors import UnknownCodecError
 
-_TYPES: dict[str, type[Codec]] = {
-    codec.name: codec
-    for codec in (
-        Raw,
-        Int8,
-        Int6,
-        Int5,
-        Int4,
-        Int3,
-        Int2,
-        Zmask,
-        Topk,
-        Nm,
-        Bit1,
-        Fp8,
-        Expack,
-        E5m6,
-        Nf4,
-        Intpack,
-        Hadamard128,
-        Zstd,
-        Lz4,
-        Bnb8,
-    )
+_TYPES = {  # the module and the class of each codec, imported when a policy names it
+    "raw": ("raw", "Raw"),
+    "int8": ("int8", "Int8"),
+    "int6": ("affine", "Int6"),
+    "int5": ("affine", "Int5"),
+    "int4": ("affine", "Int4"),
+    "int3": ("affine", "Int3"),
+    "int2": ("affine", "Int2"),
+    "zmask": ("zmask", "Zmask"),
+    "topk": ("topk", "Topk"),
+    "nm": ("nm", "Nm"),
+    "bit1": ("bit1", "Bit1"),
+    "fp8": ("fp8", "Fp8"),
+    "expack": ("expack", "Expack"),
+    "e5m6": ("e5m6", "E5m6"),
+    "nf4": ("nf4", "Nf4"),
+    "intpack": ("intpack", "Intpack"),
+    "hadamard128": ("hadamard128", "Hadamard128"),
+    "zstd": ("zstd", "Zstd"),
+    "lz4": ("lz4", "Lz4"),
+    "bnb8": ("bnb8", "Bnb8"),
 }
+CLASSES = {kind: module for module, kind in _TYPES.values()}  # the module of each class
 
 
 def names() -> tuple[str, ...]:
@@ -64,10 +47,18 @@ def get(name: str) -> type[Codec]:
     UnknownCodecError : an unknown name; the message lists near names
     ConfigError : a package offers a codec that cannot be used
     """
-    found: type[Codec] | None = _TYPES.get(name) or extensions.load(extensions.CODECS, name, Codec)
+    if name in _TYPES:
+        return load(_TYPES[name][1])
+    found: type[Codec] | None = extensions.load(extensions.CODECS, name, Codec)
     if found is None:
         known = (*_TYPES, *extensions.names(extensions.CODECS))
         near = get_close_matches(name, known)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
         raise UnknownCodecError(f"no codec is called {name!r}. {hint}", name=name, near=near)
+    return found
+
+
+def load(kind: str) -> type[Codec]:
+    """Import a class of actstore's codecs, such as ``"Int8"``."""
+    found: type[Codec] = getattr(import_module(f"actstore.codecs.{CLASSES[kind]}"), kind)
     return found

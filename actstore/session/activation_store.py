@@ -7,40 +7,47 @@ from functools import partial, wraps
 from math import inf
 from threading import Lock
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn import Module
 
-from actstore.accuracy import Sampler
-from actstore.accuracy.influence.influence import Influence
 from actstore.autograd.hooks import Scope
 from actstore.autograd.tracker import Tracker
 from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
 from actstore.devices import cpu_memory
-from actstore.errors import StateError
+from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
-from actstore.plan.plan import Plan
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import RegionWarnings
-from actstore.session.arguments import check_plan, check_seed, listed, read_chooser, read_model, read_policy
-from actstore.session.compiling import StoreGraphs
-from actstore.session.controllers import controller_of, window_of
+from actstore.session.arguments import check_seed, listed, read_chooser, read_model, read_plan, read_policy
 from actstore.session.entries import StoreEntry, check_nested, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
-from actstore.session.out_of_memory import explain
-from actstore.session.process import Optimizers
-from actstore.session.retry import call_inside
-from actstore.session.state import StoreState
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions, open_device
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
 from actstore.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.distributed import ProcessGroup
+
+    from actstore.accuracy.bits.payloads import Choice
+    from actstore.accuracy.influence.influence import Influence
+    from actstore.compiled.backend import GraphBackend
+    from actstore.compiled.budget.plan import GraphPlan
+    from actstore.plan.plan import Plan
+    from actstore.session.controllers import StepPolicy
+    from actstore.session.job_report import JobReport
+    from actstore.session.process import Optimizers
+    from actstore.session.report import Report
+    from actstore.session.state import StoreState
+    from actstore.tiers.options import TierOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +55,7 @@ R = TypeVar("R")
 MIN_NBYTES = 256 * 1024  # smaller tensors are kept: together they are a few per cent, and each costs as much work
 
 
-class ActivationStore(StoreGraphs):
+class ActivationStore:
     """The store of a model's activations, which decides for each of them where it waits for backward.
 
     Use it as a context manager around forward, again and again, or as a decorator of a function. Backward may run
@@ -105,6 +112,8 @@ class ActivationStore(StoreGraphs):
         allow_mutation: bool = False,
         seed: int = 0,
     ) -> None:
+        from actstore.accuracy.sampler import Sampler
+
         self._model = read_model(model)
         options, window = read_tiers(tiers := listed(tiers))
         observers = read_observers(observe := listed(observe))
@@ -113,9 +122,7 @@ class ActivationStore(StoreGraphs):
         self._options |= {"seed": check_seed(seed)}
         self._observe = observe
         self._chooser = chooser = read_chooser(model, policy)
-        self._given_plan = policy if isinstance(policy, Plan) else None
-        if self._given_plan is not None:
-            check_plan(self._given_plan, model)
+        self._given_plan = read_plan(policy, model)
         self._min_nbytes = parse_nbytes(min_bytes, "min_bytes")
         self._allow_mutation = allow_mutation
         self._lock = Lock()
@@ -127,21 +134,13 @@ class ActivationStore(StoreGraphs):
             ledger.budget.set(self._given_plan.budget)
         self._fitted = self._fit(read_policy("keep" if chooser is not None else policy, model))
         self._sampler = Sampler(ledger, *vars(observers.sample).values())
-        self._influence = Influence(model, ledger, self._sampler.relative) if model is not None else None
-        self._optimizers = None if model is None else Optimizers(model)
-        self._controller = controller_of(
-            chooser,
-            options,
-            model,
-            ledger,
-            self._influence,
-            self._sampler.ask,
-            self._switch,
-            sets_window=window.nbytes is None,
-        )
+        self._influence: Influence | None = None
+        self._optimizers: Optimizers | None = None
+        if model is not None:
+            self._watch_model(model)
+        self._controller, window = self._control(options, window)
         if observers.trace is not None:
             observers.trace.claim()
-        window = window_of(window, self._given_plan, chooser)
         self._store = Store(
             StoreOptions(options, window, strict, seed, observers.trace, observers.verify, self._open_device),
             ledger,
@@ -150,6 +149,34 @@ class ActivationStore(StoreGraphs):
         )
         rules = self._fitted.policy
         self._store.open(device_of(model), rules.tiers if isinstance(rules, Rules) else ())
+
+    def _watch_model(self, model: Module) -> None:
+        """Find the model's optimizers, and where payloads may be lossy, their effect on gradients."""
+        from actstore.session.process import Optimizers
+
+        self._optimizers = Optimizers(model)
+        if self._chooser is not None or may_be_lossy(self._fitted.policy):
+            from actstore.accuracy.influence.influence import Influence
+
+            self._influence = Influence(model, self._ledger, self._sampler.relative)
+
+    def _control(self, options: dict[str, TierOptions], window: Window) -> tuple[StepPolicy | None, Window]:
+        """Return the controller of a policy that chooses, and the window, which a plan may set."""
+        if self._chooser is None and self._given_plan is None:
+            return None, window
+        from actstore.session.controllers import controller_of, window_of
+
+        controller = controller_of(
+            self._chooser,
+            options,
+            self._model,
+            self._ledger,
+            self._influence,
+            self._sampler.ask,
+            self._switch,
+            sets_window=window.nbytes is None,
+        )
+        return controller, window_of(window, self._given_plan, self._chooser)
 
     def __reduce__(self) -> tuple[Any, ...]:
         observe = [Trace(each.limit) if isinstance(each, Trace) else each for each in self._observe]
@@ -234,6 +261,8 @@ class ActivationStore(StoreGraphs):
             if error is None:
                 check_nested(entry)
             else:
+                from actstore.session.out_of_memory import explain
+
                 has_budget = self._ledger.budget.limit < inf
                 known = () if self._optimizers is None else self._optimizers.known()
                 explain(error, self._ledger, self._fitted.policy, self._model, known, has_budget=has_budget)
@@ -262,10 +291,194 @@ class ActivationStore(StoreGraphs):
 
         @wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            if self._controller is None:
+                with self:
+                    return function(*args, **kwargs)
+            from actstore.session.controllers import call_inside
+
             result: R = call_inside(self, self._controller, self._model, function, args, kwargs)
             return result
 
         return inside
+
+    @property
+    def model(self) -> Module | None:
+        """Model of the store; None for none."""
+        return self._model
+
+    @property
+    def policy(self) -> Policy:
+        """Policy as a value."""
+        return self._fitted.policy
+
+    @property
+    def plan(self) -> Plan | GraphPlan | Choice | None:
+        """Current result of `Auto` (a Plan, of a compiled model a GraphPlan) or `Bits` (a Choice); None while steps are
+        measured."""
+        return self._given_plan if self._controller is None else self._controller.plan
+
+    def report(self) -> Report:
+        """Return the figures of the last forward, per site and in all, and the errors of the last sampled step.
+
+        Raises
+        ------
+        AccuracyError : a site lost more than ``SampleErrors(fail=)``, and no call has raised this yet
+        """
+        from actstore.session.causes import request_of
+        from actstore.session.process import ProcessMemory
+        from actstore.session.report import Report
+
+        self._store.poll()
+        gradients = None if self._influence is None else self._influence.read()
+        circumstances, errors = self._store.circumstances(self._min_nbytes), self._sampler.errors()
+        request = request_of(self._fitted, self._controller, self.plan, self._model)
+        process = None
+        if circumstances.on_host:
+            optimizers = [] if self._optimizers is None else self._optimizers.find()
+            process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
+        return Report.of(self._ledger, circumstances, errors, gradients, request, process)
+
+    def job_report(self, group: ProcessGroup | None = None) -> JobReport | None:
+        """Return the figures of the last forward of all ranks, on the first rank of the group; None on the other ranks.
+
+        A collective: each rank of the group calls it on its store, between two steps.
+
+        Parameters
+        ----------
+        group : the process group; None for all ranks of the job
+
+        Raises
+        ------
+        StateError : this process has no process group
+        """
+        from actstore.session.job_report import gather
+
+        self._store.poll()
+        return gather(self._ledger, self._fitted.policy, self.plan, group)
+
+    def rules_by_size(
+        self, larger_than: int | str, decision: Decision | str = "recompute", among: str = "@blocks"
+    ) -> Rules:
+        """Return rules for the modules that saved more than `larger_than` in the last forward, and `keep` for the rest.
+
+        What a module saved includes what the modules inside of it saved, and does not depend on the policy of that
+        forward: it is `Report.saved_bytes`, where each storage counts once, for the module that saved it first.
+
+        Parameters
+        ----------
+        larger_than : bytes, an int or text such as ``"64MiB"``
+        decision : what becomes of the larger modules, as a value or text
+        among : pattern of the modules to choose from; of modules inside each other that it matches, the outermost
+
+        Raises
+        ------
+        StateError : no module has saved a tensor yet
+        PolicyError : `among` matches no module, names a tag, or the store has no model
+        ConfigError : `larger_than` or `decision` does not parse
+        """
+        from actstore.session.by_size import rules_by_size
+
+        return rules_by_size(self._ledger, self._model, larger_than, decision, among)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of activations that are held on the compute device now."""
+        return self._ledger.held
+
+    def held_by_module(self) -> dict[str, int]:
+        """Return `held_bytes` by the name of the module that saved them; a region's memory while it runs again is not
+        among them."""
+        return self._ledger.held_by_module()
+
+    def plot(self) -> Figure:
+        """Draw where the bytes of each module waited at the end of the last forward: `report().plot()`."""
+        return self.report().plot()
+
+    @property
+    def trace(self) -> Trace:
+        """Trace of the events so far.
+
+        Raises
+        ------
+        StateError : the store was made without Trace()
+        """
+        trace = self._store.events()
+        if trace is None:
+            raise StateError("the store has no trace. Make it with ActivationStore(..., observe=[Trace()]).")
+        return trace
+
+    def compile(self, model: Module | None = None, **options: Any) -> None:
+        """Compile the model, or a module of it, with the policy in the graphs, in place as `Module.compile` does.
+
+        What a graph saves for backward leaves forward as payloads, and is decoded right before backward reads it. Enter
+        the store around forward as always: the report then tells of the tensors inside of the compiled regions.
+
+        Parameters
+        ----------
+        model : a module of the store's model; None for the store's model
+        options : as for `torch.compile`: fullgraph, dynamic, mode, options, and backend, which `backend` takes as
+            `inner`
+
+        Raises
+        ------
+        ConfigError : the module is not a part of the store's model, the store has none, or the policy is one that
+            chooses
+        """
+        from actstore.session import compiling
+
+        part = self._model if model is None else model
+        if part is None:
+            raise ConfigError("model=None: the store has no model. Give the module to compile.")
+        inner = compiling.read_inner(options)
+        backend = self._backend(part, inner)
+        compiled = compiling.compile_part(part, backend, options)
+        if backend.budget is None:
+            part._compiled_call_impl = compiled
+            return
+        assert isinstance(self._chooser, Auto)
+        self._controller = compiling.graph_controller(
+            backend.budget,
+            (part, compiled),
+            self._chooser,
+            self._options["tiers"],
+            self._store,
+            (self._ledger, self._sampler, self._influence),
+            self._controller,
+        )
+
+    def backend(self, inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+        """Return a back end for ``torch.compile(model, backend=)``, with the policy in the graphs.
+
+        It is for the whole model, or for a function around it. `compile` also takes a part of the model.
+
+        Parameters
+        ----------
+        inner : "inductor"; "aot_eager", which runs the graphs as they are; or a function that compiles a graph of ATen
+            operators
+
+        Raises
+        ------
+        ConfigError : `inner` is unknown, or the policy is one that chooses
+        """
+        backend = self._backend(self._model, inner)
+        if backend.budget is not None:
+            raise ConfigError(
+                f"policy={self._given_policy}: a budget is for a model, and a back end may compile more. Use "
+                "store.compile()."
+            )
+        return backend
+
+    def _backend(self, part: Module | None, inner: str | Callable[..., Any]) -> GraphBackend:
+        from actstore.compiled.backend import GraphBackend
+        from actstore.session.compiling import graph_rules
+
+        samples = any(isinstance(each, SampleErrors) and each.every for each in self._observe)
+        rules = graph_rules(self._fitted.policy, self._chooser, self._model, part, self._min_nbytes, samples=samples)
+        backend = GraphBackend(rules, inner)
+        if self._inside:
+            raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
+        self._fitted.leave_to_graphs(rules.target)
+        return backend
 
     def sample_next(self) -> None:
         """Measure errors in the next step, also where `SampleErrors` would not."""
@@ -304,6 +517,8 @@ class ActivationStore(StoreGraphs):
     def _state(self, call: str) -> StoreState:
         if self._inside:
             raise StateError(f"{call}() was called inside the store's own context. Leave it first.")
+        from actstore.session.state import StoreState
+
         return StoreState(
             self._model,
             self._chooser or self._given_policy,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
-from actstore.auto.machine import machine_of
 from actstore.errors import ConfigError, PolicyError
 from actstore.model.units import device_of, digest_of
-from actstore.plan.plan import Plan
 from actstore.policy import (
     Auto,
     Bits,
@@ -29,6 +27,11 @@ from actstore.policy import (
     parse_chooser,
 )  # fmt: skip
 from actstore.policy.aliases import expand
+
+if TYPE_CHECKING:
+    from actstore.plan.plan import Plan
+
+_RULES = str, Rules, Keep, Derive, Encode, Offload, Recompute  # forms of rules
 
 
 def listed(given: Any) -> Any:
@@ -110,7 +113,7 @@ def read_policy(policy: Any, model: Module | None = None) -> Policy:
         return Rules([], default=policy)
     if isinstance(policy, Rules):
         return policy if model is None else expand(policy, model)
-    if isinstance(policy, Plan):
+    if is_plan(policy):
         return Rules.parse(policy.text)
     if callable(policy) and not isinstance(policy, type):
         return _checked(policy)
@@ -139,13 +142,28 @@ def _checked(policy: Policy) -> Policy:
     return decide
 
 
-def check_plan(plan: Plan, model: Module | None) -> None:
-    """Refuse a plan that was made for another model or machine.
+def is_plan(policy: Any) -> bool:
+    """Return whether a policy is a Plan."""
+    if isinstance(policy, _RULES):
+        return False
+    from actstore.plan.plan import Plan
+
+    return isinstance(policy, Plan)
+
+
+def read_plan(policy: Any, model: Module | None) -> Plan | None:
+    """Return the policy if it is a plan; None for any other policy.
 
     Raises
     ------
-    ConfigError : the model or the machine differs; the text names the differences and the next step
+    ConfigError : the model or the machine is not that of the plan; the text names the differences and the next step
     """
+    if not is_plan(policy):
+        return None
     if model is None:
         raise ConfigError("a plan is for a model. Write ActivationStore(model, plan).")
+    from actstore.auto.machine import machine_of
+
+    plan: Plan = policy
     plan.check(digest_of(model), machine_of(device_of(model) or torch.device("cpu")))
+    return plan

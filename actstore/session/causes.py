@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from actstore.accuracy.bits.payloads import Choice
+from torch.nn import Module
+
 from actstore.autograd.protect import COMPILED
 from actstore.base.ledger import Account, Circumstances, Ledger, Transient
 from actstore.base.note import SMALL
-from actstore.compiled.budget.plan import GraphPlan
-from actstore.plan.plan import Plan
 from actstore.policy import Derive, Keep, Offload, Policy, Recompute, Rules
 from actstore.session.step_figures import StepFigures
-from actstore.session.step_policy import StepPolicy
 from actstore.transfer.engine import most_parcel_nbytes
+
+if TYPE_CHECKING:
+    from actstore.accuracy.bits.payloads import Choice
+    from actstore.compiled.budget.plan import GraphPlan
+    from actstore.plan.plan import Plan
+    from actstore.session.controllers import StepPolicy
+    from actstore.session.fitted import Fitted
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,22 @@ class Request:
 
 
 def request_of(
-    policy: Policy,
-    controller: StepPolicy | None,
-    plan: Plan | GraphPlan | Choice | None,
-    hidden: tuple[str, ...],
-    named: tuple[str, ...],
-    *,
-    runs: bool,
+    fitted: Fitted, controller: StepPolicy | None, plan: Plan | GraphPlan | Choice | None, model: Module | None
 ) -> Request:
     """Return the request of a store whose `plan`, if any, comes from its `controller` or was given."""
+    places = fitted.places.values()
+    request = Request(
+        fitted.policy,
+        "" if isinstance(fitted.policy, Rules) else "function",
+        hidden=tuple(place.name for place in places if place.hidden),
+        named=tuple(place.name for place in places),
+        runs=model is None or any(place.has_run for place in places),
+        around_layers=fitted.around_layers,
+    )
     if controller is None and plan is None:
-        return Request(policy, "" if isinstance(policy, Rules) else "function", hidden=hidden, named=named, runs=runs)
+        return request
     chooser = "plan" if controller is None else controller.name
-    budget = int(plan.budget) if isinstance(plan, Plan | GraphPlan) else 0
-    return Request(policy, chooser, measuring=plan is None, budget=budget, hidden=hidden, named=named, runs=runs)
+    return replace(request, chooser=chooser, measuring=plan is None, budget=int(getattr(plan, "budget", 0)))
 
 
 class _Groups:

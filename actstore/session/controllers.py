@@ -1,26 +1,70 @@
-"""Makers of controllers, which give a policy to each step."""
+"""Controllers, which give a policy to each step: their protocol, their makers, and steps that they run again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
 from torch.nn import Module
 
-from actstore.accuracy.bits.chooser import BitsController
 from actstore.accuracy.influence.influence import Influence
 from actstore.accuracy.influence.pairs import Pairs
-from actstore.auto.agreed import AgreedController
-from actstore.auto.board import Board
-from actstore.auto.controller import AutoController
 from actstore.base.ledger import Ledger
 from actstore.plan.plan import Plan
 from actstore.plan.wish import Wish
 from actstore.policy import Auto, Bits, Policy
-from actstore.session.step_policy import StepPolicy
+from actstore.store.observers import Gauge
+from actstore.store.tierset import TierSet
 from actstore.tiers import Window
 from actstore.tiers.options import TierOptions
 
+if TYPE_CHECKING:
+    from actstore.accuracy.bits.payloads import Choice
+    from actstore.compiled.budget.plan import GraphPlan
+
 _MIN_WINDOW_NBYTES, _MAX_WINDOW_NBYTES = 2**16, 2**25  # while steps are measured
+
+
+class StepPolicy(Protocol):
+    """A controller that gives a policy to each step of one store. The session calls it under its lock.
+
+    Attributes
+    ----------
+    name : "auto" or "bits"
+    """
+
+    name: str
+
+    @property
+    def plan(self) -> Plan | GraphPlan | Choice | None:
+        """Current result; None while steps are measured."""
+
+    @property
+    def gauge(self) -> Gauge | None:
+        """Observer of the store's work; None for none."""
+
+    def next(self, place: TierSet, modules: Iterable[tuple[str, Module]], /) -> Policy:
+        """Return the policy of the step that begins now."""
+
+    def begin(self) -> None:
+        """Begin the step."""
+
+    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return the pack hook of an entry, from the store's."""
+
+    def end_forward(self, error: BaseException | None, /) -> None:
+        """End the forward, which has failed where `error` is given."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes, as JSON values."""
+
+    def resume(self, state: dict[str, Any], place: TierSet, /) -> str:
+        """Go on as the controller that gave the state. Return why something is measured or planned again, or ""."""
+
+    def close(self) -> None:
+        """Release the measurements."""
 
 
 def controller_of(
@@ -46,11 +90,18 @@ def controller_of(
         return None
     pairs = Pairs(influence, ledger, ask)
     if isinstance(chooser, Bits):
+        from actstore.accuracy.bits.chooser import BitsController
+
         return BitsController(ledger, chooser, pairs)
     wish = wish_of(chooser, tiers)
     if chooser.group is not None:
+        from actstore.auto.agreed import AgreedController
+        from actstore.auto.board import Board
+
         board = Board(chooser.group, chooser.wait_s)
         return AgreedController(model, ledger, wish, board, sets_window=sets_window)
+    from actstore.auto.controller import AutoController
+
     return AutoController(model, ledger, wish, pairs, switch, sets_window=sets_window)
 
 
@@ -73,3 +124,35 @@ def window_of(given: Window, plan: Plan | None, chooser: Auto | Bits | None) -> 
     if isinstance(chooser, Auto):
         nbytes = max(_MIN_WINDOW_NBYTES, min(chooser.budget_nbytes // 8, _MAX_WINDOW_NBYTES))
     return Window(nbytes, given.when_full)
+
+
+def call_inside(
+    store: AbstractContextManager[Any],
+    controller: StepPolicy | None,
+    model: Module | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `function` inside of `store`: once more if memory runs out and its effects can be undone."""
+    from actstore.auto.attempt import Attempt
+    from actstore.auto.controller import AutoController
+    from actstore.session.graph_controller import GraphController
+
+    eager = controller.eager if isinstance(controller, GraphController) else controller
+    if not isinstance(eager, AutoController) or model is None:
+        with store:
+            return function(*args, **kwargs)
+    attempt = Attempt(model, (args, kwargs))
+    try:
+        with store:
+            return function(*args, **kwargs)
+    except BaseException as error:
+        if not eager.tightened(error):
+            raise
+        why = attempt.undo()
+        if why:
+            error.add_note(f"actstore: the step was not run again, because {why}")
+            raise
+    with store:
+        return function(*args, **kwargs)

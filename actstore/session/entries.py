@@ -19,12 +19,11 @@ from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import StateError
 from actstore.policy.pattern import check_tag
-from actstore.recompute import counting, running
 from actstore.recompute.checkpoints import end_left
-from actstore.recompute.replay import Calls
 
 if TYPE_CHECKING:
-    from actstore.session.step_policy import StepPolicy
+    from actstore.recompute.replay import Calls
+    from actstore.session.controllers import StepPolicy
 
 _thread = local()  # .entries: of all stores on this thread, the innermost last
 
@@ -36,7 +35,7 @@ class StoreEntry:
     ----------
     owner : the store
     scope : the state of its hooks
-    calls : recomputed calls
+    calls : recomputed calls; made with the first wrapped module
     pack : its pack hook
     undos : noted before their registrations, the last one first in `unwind`. An interrupt can come before or after any
         of them: each is harmless where nothing is registered, and where it runs again
@@ -46,10 +45,11 @@ class StoreEntry:
 
     __slots__ = ("calls", "error", "inner", "owner", "pack", "scope", "undos")
 
+    calls: Calls
+
     def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None) -> None:
         self.owner = owner
         self.scope = scope
-        self.calls = Calls()
         self.pack = scope.entry_hook() if controller is None else controller.watching(scope.entry_hook())
         self.undos: list[Callable[[], object]] = []
         self.error: BaseException | None = None
@@ -159,6 +159,8 @@ def check_nested(entry: StoreEntry) -> None:
 
 def tag_now(tensor: Tensor, name: str) -> Tensor:
     """Name a tensor in the innermost entry of this thread, as `actstore.tag` does outside of compiled code."""
+    from actstore.recompute import running
+
     check_tag(name)
     run = running.current()
     if run is not None and run.tag is not None:
@@ -176,8 +178,8 @@ def refuse_checkpointed_region() -> None:
     ------
     StateError : a checkpointed region or a backward runs on this thread
     """
-    pack = innermost_pack()
-    inside = getattr(pack, "__module__", "") in ("torch.utils.checkpoint", counting.__name__)
+    module = getattr(innermost_pack(), "__module__", "")
+    inside = module == "torch.utils.checkpoint" or module.startswith("actstore.recompute.")
     if inside or torch._C._current_graph_task_id() != -1:
         where = "a checkpointed region" if inside else "a running backward (a checkpoint recomputes there)"
         raise StateError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch.nn import Module
@@ -19,12 +20,12 @@ from actstore.model.names import named_modules
 from actstore.policy import Keep, Policy, Recompute, Rules
 from actstore.policy.operators import COLLECTIVE
 from actstore.policy.pattern import Pattern, ancestry
-from actstore.recompute.checkpoints import RegionWarnings
-from actstore.recompute.excepted import ExceptedPart
-from actstore.recompute.forwards import ForwardWrapper
-from actstore.recompute.inner_rules import InnerRules
-from actstore.recompute.wrapped import Wrapped
 from actstore.session.entries import StoreEntry, innermost_of
+
+if TYPE_CHECKING:
+    from actstore.recompute.checkpoints import RegionWarnings
+    from actstore.recompute.forwards import ForwardWrapper
+    from actstore.recompute.inner_rules import InnerRules
 
 GROUPED_NBYTES = 2**20  # under `keep`, smaller tensors are accounted for in groups
 
@@ -73,6 +74,10 @@ class Fitted:
         named: list[NamedCall] = []
         entry.undos += [partial(compiled.unwrap, named, entry), partial(self.exit, entry)]
         compiled.wrap(self.places, entry, named)
+        if self._wrapped and not hasattr(entry, "calls"):
+            from actstore.recompute.replay import Calls
+
+            entry.calls = Calls()
         for wrapped in self._wrapped:
             wrapped.enter(entry)
 
@@ -107,6 +112,10 @@ class Fitted:
     @property
     def around_layers(self) -> tuple[str, ...]:
         """Names of the modules around the recomputed ones, where each of these is a single layer."""
+        if not self._wrapped:
+            return ()
+        from actstore.recompute.wrapped import Wrapped
+
         regions = {each.name for each in self._wrapped if isinstance(each, Wrapped)}
         names = {place.name: module for module, place in self.places.items()}
         if any(next(names[name].children(), None) is not None for name in regions if name in names):
@@ -147,6 +156,12 @@ def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: Regi
     named = dict(named_modules(model))
     policy.check(named)
     roots, parts = policy.regions(list(named), repeated_blocks(model) if policy.recomputes else [])
+    if not roots and not parts:
+        _require_regions(policy, [])
+        return []
+    from actstore.recompute.excepted import ExceptedPart
+    from actstore.recompute.wrapped import Wrapped
+
     excepted = dict(part for name in parts for part in _callable_parts(name, named[name]))
     once = _modules_of(excepted.values())
     alike = Counter(roots.values())
@@ -177,6 +192,8 @@ def _modules_of(parts: Iterable[Module]) -> frozenset[Module]:
 
 def _inner_rules(root: str, named: Iterable[str], policy: Rules, excepted: Container[str]) -> InnerRules | None:
     """Return the rules for tensors inside of a recomputed module, without its parts; None for none."""
+    from actstore.recompute.inner_rules import InnerRules
+
     names = []
     for name in named:
         around = [*ancestry(name)]

@@ -7,15 +7,23 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import isfinite
+from typing import TYPE_CHECKING, Any
 
-from actstore.accuracy.bits.payloads import Choice
+import torch.distributed as dist
+
 from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes
-from actstore.compiled.budget.plan import GraphPlan
 from actstore.display import html
 from actstore.display.text import columns
+from actstore.errors import StateError
 from actstore.plan.plan import Plan
 from actstore.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from actstore.accuracy.bits.payloads import Choice
+    from actstore.compiled.budget.plan import GraphPlan
 
 HEAD = ("rank", "peak", "of limit", "saved", "held", "stall", "policy", "decisions")
 MAX_WORDS = 64  # characters of a policy's text
@@ -132,3 +140,16 @@ class JobReport:
         if not self.agrees:
             lines.append("the ranks run different policies")
         return lines
+
+
+def gather(
+    ledger: Ledger, policy: Policy, plan: Plan | GraphPlan | Choice | None, group: ProcessGroup | None
+) -> JobReport | None:
+    """Gather the figures of all ranks on the first one; see `ActivationStore.job_report`."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise StateError("job_report() was called without a process group. Call report(), or init_process_group.")
+    mine = RankReport.of(dist.get_rank(), ledger, policy, plan)
+    first = dist.get_rank(group) == 0
+    found: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    dist.gather_object(mine, found, group=group, group_dst=0)
+    return None if found is None else JobReport(tuple(found))

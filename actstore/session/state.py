@@ -19,7 +19,7 @@ from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Rules
-from actstore.session.step_policy import StepPolicy
+from actstore.session.controllers import StepPolicy
 from actstore.store.store import Store
 
 log = logging.getLogger("actstore")

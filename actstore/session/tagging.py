@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.fx.traceback import annotate
 
-from actstore.compiled.tags import MARK
 from actstore.session.entries import tag_now
 
 
@@ -28,6 +27,8 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     ConfigError : the name is not one word
     """
     if is_dynamo_compiling():
+        from actstore.compiled.tags import MARK
+
         with annotate({MARK: name}):
             return tensor.view_as(tensor)  # compilers drop it
     return tag_now(tensor, name)

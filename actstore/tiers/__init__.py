@@ -3,11 +3,7 @@
 from actstore.base.ticket import DONE, Ticket
 from actstore.devices import Cpu, Device
 from actstore.tiers.base import Slot, Tier
-from actstore.tiers.device import DeviceTier, too_late
-from actstore.tiers.disk import DiskTier
-from actstore.tiers.group import GroupTier
-from actstore.tiers.host import HostMemoryTier, HostTier
-from actstore.tiers.limited import Limited
+from actstore.tiers.device import DeviceTier, HostMemoryTier, too_late
 from actstore.tiers.options import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.pool import BufferPool
 
@@ -18,13 +14,9 @@ __all__ = [
     "Device",
     "DeviceTier",
     "Disk",
-    "DiskTier",
     "Group",
-    "GroupTier",
     "Host",
     "HostMemoryTier",
-    "HostTier",
-    "Limited",
     "PluginTier",
     "Slot",
     "Ticket",

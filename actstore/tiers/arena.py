@@ -16,11 +16,57 @@ from actstore.base.units import format_nbytes, round_up
 from actstore.devices.base import Device
 from actstore.devices.cpu import map_pages
 from actstore.errors import StateError
-from actstore.tiers.segment import ALIGN_NBYTES, Segment
+from actstore.tiers.extents import Extents
 
+ALIGN_NBYTES = 64  # a cache line, which no two ranges share
 SEGMENT_NBYTES = 64 * 2**20  # the least that is registered at once
 GROWTH_DIVISOR = 8  # a new segment has at least 1/8 of the arena's bytes: few registrations, and few idle bytes
 IDLE_STEPS = 8  # a segment stays unused so long; with 2, variable lengths register a sixth of their bytes in each step
+
+
+class Segment:
+    """Memory and its free ranges, the lowest address first. Not thread-safe.
+
+    Attributes
+    ----------
+    unused_steps : steps that have begun since a range was last taken
+    """
+
+    def __init__(self, memory: torch.Tensor, pinned: bool) -> None:
+        self.memory = memory
+        self.nbytes = memory.numel()
+        self.pinned = pinned
+        self.unused_steps = 0
+        self._extents = Extents()
+        self._expected: list[tuple[int, int, Sequence[Ticket]]] = []  # of free or taken ranges: start, end, until when
+
+    def take(self, size: int) -> int | None:
+        """Take a free range, and return its start; None where no free range has this size."""
+        start = self._extents.take_within(size, self.nbytes)
+        if start is not None:
+            self.unused_steps = 0
+        return start
+
+    def give(self, start: int, size: int) -> None:
+        self._extents.give(start, size)
+
+    def expect(self, start: int, size: int, tickets: Sequence[Ticket]) -> None:
+        """Record that operations run on a range until `tickets` are ready, also under its next owner."""
+        self._expected.append((start, start + size, tickets))
+
+    def waits(self, start: int, size: int) -> Sequence[Ticket]:
+        """Return the tickets after which a new owner of a range may use it."""
+        if not self._expected:
+            return ()
+        self._expected = [item for item in self._expected if not all(ticket.ready() for ticket in item[2])]
+        end = start + size
+        found = [tickets for begin, until, tickets in self._expected if begin < end and start < until]
+        return [ticket for tickets in found for ticket in tickets if not ticket.ready()]
+
+    def idle(self) -> bool:
+        """Return whether no range is taken and no operation runs on the memory."""
+        self.waits(0, 0)
+        return not self._extents.end and not self._expected
 
 
 class Range:

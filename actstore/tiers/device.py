@@ -131,3 +131,9 @@ def too_late(name: str) -> Ticket:
 
 def _all_ready(tickets: Iterable[Ticket]) -> bool:
     return all(ticket.ready() for ticket in tickets)
+
+
+class HostMemoryTier(DeviceTier):
+    """The host tier where the compute device is the CPU: the same memory, so its bytes count as held."""
+
+    name: ClassVar[str] = "host"

@@ -13,7 +13,7 @@ from actstore.devices.base import Device
 from actstore.errors import StateError
 from actstore.tiers.arena import Arena, Range, room
 from actstore.tiers.base import Slot, Tier
-from actstore.tiers.device import DeviceTier, too_late
+from actstore.tiers.device import too_late
 
 
 class HostTier(Tier):
@@ -106,9 +106,3 @@ class _PinnedRange:
         self.range = taken
         self.reads: list[Ticket] = []
         self.starting = False  # a copy is about to be queued, or was, and its ticket is not recorded yet
-
-
-class HostMemoryTier(DeviceTier):
-    """The host tier where the compute device is the CPU: the same memory, so its bytes count as held."""
-
-    name: ClassVar[str] = "host"

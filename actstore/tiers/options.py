@@ -14,11 +14,7 @@ from actstore.base.units import parse_budget, parse_nbytes
 from actstore.devices import Device
 from actstore.errors import ActstoreError, ConfigError
 from actstore.tiers.base import Tier
-from actstore.tiers.device import DeviceTier
-from actstore.tiers.disk import DiskTier
-from actstore.tiers.group import GroupTier
-from actstore.tiers.host import HostMemoryTier, HostTier
-from actstore.tiers.limited import Limited
+from actstore.tiers.device import DeviceTier, HostMemoryTier
 
 WHEN_FULL = ("wait", "keep", "spill")
 
@@ -72,6 +68,8 @@ class Host:
         """Open the tier for payloads of `device`."""
         if device.on_host:
             return _limited(HostMemoryTier(device), self.budget_nbytes)
+        from actstore.tiers.host import HostTier
+
         return HostTier(device, self.budget_nbytes)
 
 
@@ -114,6 +112,8 @@ class Disk:
         ------
         ConfigError : the folder is missing or cannot be written, or `gpu_direct` cannot work here
         """
+        from actstore.tiers.disk import DiskTier
+
         return _limited(DiskTier(self.path, device, gpu_direct=self.gpu_direct), self.budget_nbytes)
 
 
@@ -170,6 +170,8 @@ class Group:
         ------
         ConfigError : another rank has not opened it within `wait_s`
         """
+        from actstore.tiers.group import GroupTier
+
         return _limited(GroupTier(self._process_group, self.wait_s, on_host=device.on_host), self.budget_nbytes)
 
 
@@ -321,4 +323,8 @@ def _budget_nbytes(budget: int | str | None, name: str) -> int | None:
 
 
 def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:
-    return tier if budget_nbytes is None else Limited(tier, budget_nbytes)
+    if budget_nbytes is None:
+        return tier
+    from actstore.tiers.limited import Limited
+
+    return Limited(tier, budget_nbytes)

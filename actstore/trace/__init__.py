@@ -1,7 +1,6 @@
 """Events of a step in time: their files, their pictures, and figures from them."""
 
 from actstore.trace.event import KINDS, Event, Kind
-from actstore.trace.summary import Lane, Summary
 from actstore.trace.trace import LIMIT, Trace
 
-__all__ = ["KINDS", "LIMIT", "Event", "Kind", "Lane", "Summary", "Trace"]
+__all__ = ["KINDS", "LIMIT", "Event", "Kind", "Trace"]

@@ -12,9 +12,9 @@ from matplotlib.patches import Patch
 
 from actstore.base.units import format_nbytes
 from actstore.display import pictures as look
-from actstore.trace import Event, Lane, Summary, Trace
+from actstore.trace import Event, Trace
 from actstore.trace.spans import Spans, union
-from actstore.trace.summary import format_ms, format_percent
+from actstore.trace.summary import Lane, Summary, format_ms, format_percent
 
 AXIS_PIXELS = 2000  # of the time axis; events that lie closer together are one bar
 MAX_BARS = 300  # of one kind in one lane; more events are drawn as the part of each bin that they fill

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actstore.errors import ConfigError
-from actstore.trace import chrome, ndjson
 from actstore.trace.event import Event, Kind
-from actstore.trace.summary import Summary
+
+if TYPE_CHECKING:
+    from actstore.trace.summary import Summary
 
 LIMIT = 1_000_000  # events; about 280 bytes each
 
@@ -99,6 +101,8 @@ class Trace:
 
     def summary(self, step: int | None = None) -> Summary:
         """Return the figures of one step or of all."""
+        from actstore.trace.summary import Summary
+
         return Summary.of(self.events(step))
 
     def write(self, path: str | Path) -> None:
@@ -108,6 +112,8 @@ class Trace:
         ------
         ConfigError : the file cannot be written
         """
+        from actstore.trace import ndjson
+
         ndjson.write(Path(path), self.events(), device=self.device, lost=self.lost)
 
     @classmethod
@@ -119,6 +125,8 @@ class Trace:
         ConfigError : the file cannot be opened
         PayloadError : the file is not a complete trace; `path` and `line` say where
         """
+        from actstore.trace import ndjson
+
         header, events = ndjson.read(Path(path))
         trace = cls(limit=max(LIMIT, len(events)), device=header.device)
         trace._lost_before = header.lost
@@ -133,4 +141,6 @@ class Trace:
         ------
         ConfigError : the file cannot be written
         """
+        from actstore.trace import chrome
+
         chrome.write(Path(path), self.events(), device=self.device)

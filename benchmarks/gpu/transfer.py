@@ -26,7 +26,9 @@ import torch
 
 from actstore.codecs import Raw
 from actstore.devices import Device, open_device
-from actstore.tiers import DiskTier, HostTier, Tier
+from actstore.tiers import Tier
+from actstore.tiers.disk import DiskTier
+from actstore.tiers.host import HostTier
 from actstore.trace import Trace
 from actstore.transfer.engine import DEVICE_WINDOW_NBYTES
 from benchmarks.gpu import chain as gpu_chain

@@ -15,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from actstore import ActivationStore
 from actstore.errors import PayloadError, TransferError
-from actstore.tiers import DeviceTier, DiskTier, Limited
+from actstore.tiers import DeviceTier
+from actstore.tiers.disk import DiskTier
+from actstore.tiers.limited import Limited
 from actstore.transfer import Engine
 
 

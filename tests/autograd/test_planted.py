@@ -11,7 +11,7 @@ from actstore.autograd.handles import Kept, Stored
 from actstore.autograd.hooks import Scope
 from actstore.autograd.sharing import Sharing
 from actstore.base.ledger import Claim
-from actstore.tiers import DiskTier
+from actstore.tiers.disk import DiskTier
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step
 from tests.autograd.models import build
 from tests.autograd.test_fresh import PAIRS, VIEWS, base, check_comes_back, test_a_backward_that_scribbles_harms_nobody

@@ -16,7 +16,7 @@ import torch
 from actstore import Disk
 from actstore.codecs import Raw
 from actstore.devices import Cpu
-from actstore.tiers import DiskTier
+from actstore.tiers.disk import DiskTier
 from actstore.trace import Event, Trace
 from actstore.transfer.buffers import Buffers
 from benchmarks.gpu import (

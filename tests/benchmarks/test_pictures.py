@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from actstore.bench import plot
 from actstore.bench.result import Result, RowResult
-from actstore.trace import Event, Summary
+from actstore.trace import Event
 from actstore.trace import picture as timeline
+from actstore.trace.summary import Summary
 from benchmarks import largest
 from benchmarks.suite import breakdown, convergence, scaling
 from tests.bench.figures import MADE_UP, MIB

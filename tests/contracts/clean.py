@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from actstore.base.ledger import Ledger
-from actstore.tiers import BufferPool, DeviceTier, DiskTier, HostTier, Limited
+from actstore.tiers import BufferPool, DeviceTier
 from actstore.tiers.arena import Arena
+from actstore.tiers.disk import DiskTier
+from actstore.tiers.host import HostTier
+from actstore.tiers.limited import Limited
 from actstore.transfer import Engine
 
 

@@ -19,8 +19,7 @@ from actstore.base.ticket import JobTicket, Ticket
 from actstore.devices import Cpu, Device
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
 from actstore.testing.tiers import check_tier, pattern
-from actstore.tiers import DiskTier
-from actstore.tiers.disk import WORKERS
+from actstore.tiers.disk import WORKERS, DiskTier
 from actstore.tiers.file import NamelessFile, digest, warn_if_memory
 from actstore.tiers.staging import Ring
 

@@ -8,8 +8,8 @@ import torch
 from actstore.base.ticket import DONE
 from actstore.errors import StateError
 from actstore.testing.tiers import pattern
-from actstore.tiers import HostTier
 from actstore.tiers.arena import IDLE_STEPS
+from actstore.tiers.host import HostTier
 from tests.devices.late import LateDevice, LateTicket
 
 SEEDS = range(20)
@@ -92,7 +92,7 @@ def test_late_copies_keep_their_order(device):
 @pytest.mark.parametrize("forgotten", ["reads", "the last owner", "the write"])
 def test_the_program_sees_an_order_that_is_missing(monkeypatch, forgotten):
     if forgotten == "the last owner":
-        monkeypatch.setattr("actstore.tiers.segment.Segment.waits", lambda *_: ())
+        monkeypatch.setattr("actstore.tiers.arena.Segment.waits", lambda *_: ())
     elif forgotten == "reads":
         right = HostTier.free
 

@@ -8,7 +8,8 @@ import torch
 
 from actstore.devices import Cpu
 from actstore.errors import TransferError
-from actstore.tiers import DeviceTier, Limited
+from actstore.tiers import DeviceTier
+from actstore.tiers.limited import Limited
 from tests.tiers.wrappers import Faulty, Wrapper
 
 CPU = Cpu(torch.device("cpu"))

@@ -13,7 +13,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from actstore import Disk, Group, Host, PluginTier, Window
 from actstore.base import extensions
 from actstore.errors import ConfigError, TransferError
-from actstore.tiers import Cpu, DiskTier, GroupTier, HostMemoryTier, Limited, peers
+from actstore.tiers import Cpu, HostMemoryTier, peers
+from actstore.tiers.disk import DiskTier
+from actstore.tiers.group import GroupTier
+from actstore.tiers.limited import Limited
 from actstore.tiers.options import open_tier, read_tiers
 
 CPU = Cpu(torch.device("cpu"))

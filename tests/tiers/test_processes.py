@@ -15,7 +15,7 @@ warnings.simplefilter("ignore")
 import torch
 from actstore.devices import Cpu
 from actstore.errors import PayloadError, StateError
-from actstore.tiers import DiskTier
+from actstore.tiers.disk import DiskTier
 from actstore.testing.tiers import load, pattern, store
 folder = sys.argv[1]
 tier = DiskTier(folder, Cpu(torch.device("cpu")))

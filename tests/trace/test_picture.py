@@ -13,8 +13,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from actstore.trace import Event, Summary, Trace
+from actstore.trace import Event, Trace
 from actstore.trace import picture as timeline
+from actstore.trace.summary import Summary
 
 MS = 1_000_000
 STEP = [

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import actstore
 from actstore.base.spec import Site
 from actstore.errors import ConfigError, PayloadError
-from actstore.trace import KINDS, Event, Summary, Trace
+from actstore.trace import KINDS, Event, Trace
 from actstore.trace.spans import union
+from actstore.trace.summary import Summary
 
 MS = 1_000_000
 

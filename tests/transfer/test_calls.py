@@ -10,7 +10,7 @@ from actstore.base.ledger import Ledger
 from actstore.base.spec import Site
 from actstore.base.ticket import DONE
 from actstore.devices import Device
-from actstore.tiers import HostTier
+from actstore.tiers.host import HostTier
 from actstore.transfer.engine import Engine
 
 KIB, MIB = 2**10, 2**20

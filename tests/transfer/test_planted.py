@@ -10,8 +10,8 @@ from actstore.base.ticket import DONE
 from actstore.errors import ActstoreError
 from actstore.store import store
 from actstore.store.store import Store
-from actstore.tiers import HostTier
 from actstore.tiers.arena import Arena
+from actstore.tiers.host import HostTier
 from actstore.transfer.buffers import Buffers
 from actstore.transfer.engine import Engine
 from actstore.transfer.parcel import ParcelState

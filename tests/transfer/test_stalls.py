@@ -27,7 +27,7 @@ from actstore import Window
 from actstore.codecs import Raw
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
-from actstore.tiers import HostTier
+from actstore.tiers.host import HostTier
 from tests.simulation import install, simulation
 from tests.transfer.programs import CPU, Owned
 

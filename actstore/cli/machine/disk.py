@@ -17,7 +17,8 @@ import torch
 from actstore.base.ticket import Ticket
 from actstore.devices import Cpu
 from actstore.errors import ActstoreError
-from actstore.tiers import DiskTier, Slot
+from actstore.tiers import Slot
+from actstore.tiers.disk import DiskTier
 from actstore.tiers.file import NamelessFile, file_system, is_memory
 
 PAYLOAD_NBYTES = 8 << 20

@@ -12,7 +12,7 @@ from actstore.devices import Cpu
 from actstore.errors import ConfigError
 from actstore.plan.hardware import PRESETS, Hardware
 from actstore.plan.solver.chain import Links
-from actstore.tiers import DiskTier
+from actstore.tiers.disk import DiskTier
 
 GPUS = {name.lower().replace(" ", "-"): hardware for name, hardware in PRESETS.items()}
 _SIDE = 768  # of the matrices

@@ -23,7 +23,7 @@ from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.budget.units import cuts_of
 from actstore.errors import CapacityError
 from actstore.plan.profile import Profile, Unit, UnitBytes, UnitFigures
-from actstore.session.lossy import lossy_modules
+from actstore.session.graph_controller import lossy_modules
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.budget.test_budget import OUTSIDE_NBYTES, measured
 from tests.compiled.models import BATCHES, Deep, Mlp, error, gradients, make, plain
