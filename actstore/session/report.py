@@ -17,7 +17,7 @@ from actstore.errors import ConfigError, StateError
 from actstore.policy import Keep, Rules
 from actstore.session import rows
 from actstore.session.advice import why
-from actstore.session.causes import Request, figures_of
+from actstore.session.causes import Request, Step
 from actstore.session.process import ProcessMemory
 from actstore.session.rows import ModuleReport, SiteReport
 
@@ -99,7 +99,7 @@ class Report:
 
         `request` : the user's choices, which advice respects
         """
-        advice = tuple(why(figures_of(ledger, circumstances, request or Request(Rules([], default=Keep())))))
+        advice = tuple(why(Step(ledger, circumstances, request or Request(Rules([], default=Keep())))))
         sites = tuple(
             SiteReport(
                 site=str(account.site),
