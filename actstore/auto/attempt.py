@@ -18,7 +18,7 @@ class Attempt:
     """The state of a model and of the random generators before a step.
 
     `undo` restores the generators (torch's, Python's, NumPy's, those of modules) and the running statistics of
-    normalisations, and drops gradients that are new. Version counters show any other change of the model (parameters,
+    normalizations, and drops gradients that are new. Version counters show any other change of the model (parameters,
     earlier gradients, other buffers) or of the step's tensor arguments; after one the step cannot run again. Gradients
     that have been freed, as after `optimizer.zero_grad()`, stay dropped. `undo` does not see what a step takes from an
     iterator or counts in attributes.

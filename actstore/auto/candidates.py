@@ -1,21 +1,22 @@
-"""Decisions to try on a unit."""
+"""Decisions to try on a unit, and policies in one line to compare a plan with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.nn import Module
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from actstore.auto.calls import UnitCalls
-from actstore.auto.exceptions import DERIVE
 from actstore.auto.profiler import Profiler
+from actstore.auto.sample import UnitCalls
 from actstore.model.blocks import has_forward
 from actstore.model.units import Shape
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.profile import KEEP, UnitFigures
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute
+from actstore.plan.profile import UnitFigures
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
-from actstore.plan.wish import Wish
+from actstore.plan.values import Wish
+from actstore.policy.aliases import attention_of
 
 LOSSY = "int4(round=dither)"
 
@@ -42,7 +43,7 @@ class Candidates:
     def least(self) -> dict[str, str]:
         """Return the decisions with the least memory, as far as known without a plan."""
         tier = next(iter(self.tiers()), "")
-        again, else_ = (f"recompute(raw @ {tier})", f"derive(raw @ {tier})") if tier else ("recompute", DERIVE)
+        again, else_ = (f"recompute(raw @ {tier})", f"derive(raw @ {tier})") if tier else (RECOMPUTE, DERIVE)
         named = [shape for shape in self.shapes.values() if shape.named and shape.name]
         return {shape.name: again if self.frees(shape) else else_ for shape in named}
 
@@ -63,7 +64,7 @@ class Candidates:
         if not shape.named:
             return found
         if self.recomputable(shape):
-            found.append("recompute")
+            found.append(RECOMPUTE)
             if replays := self._replays(shape.name):
                 return [*found, *replays]
             found += [f"recompute(raw @ {tier})" for tier in tiers]
@@ -83,7 +84,7 @@ class Candidates:
     def forms(self, name: str, decision: str) -> list[str]:
         """Return the forms of a decision to try, in order. For a unit with several calls, some keep part of these."""
         calls = self.calls.chained(name)
-        if decision not in (KEEP, "recompute") or calls == 1:
+        if decision not in (KEEP, RECOMPUTE) or calls == 1:
             return [decision]
         some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
         return [decision, *some] if decision == KEEP else [*some, decision]
@@ -116,3 +117,40 @@ class Candidates:
 
 def _is_simple(module: Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+
+
+OneLines = Mapping[str, Mapping[str, str]]
+"""Decisions by unit, by the text of a policy."""
+
+
+def one_lines(
+    model: Module, units: Iterable[str], blocks: Sequence[str], tiers: Iterable[str], *, lossy: bool
+) -> OneLines:
+    """Return policies in one line, the most common ones first.
+
+    Parameters
+    ----------
+    units : all units that a rule can name
+    blocks : those that can be recomputed
+    """
+    units = list(units)
+    inner = {block: [] for block in blocks}  # type: dict[str, list[str]]
+    for name in attention_of(model):
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                inner[block].append(name[len(block) + 1 :])
+    attention = {block: except_from_recompute(names[0], KEEP) for block, names in inner.items() if len(names) == 1}
+    recompute = dict.fromkeys(blocks, RECOMPUTE)
+    found = {
+        "@blocks : recompute": recompute,
+        "@blocks : recompute; * : derive": dict.fromkeys(units, DERIVE) | recompute,
+        "derive": dict.fromkeys(units, DERIVE),
+        "@attention : keep; @blocks : recompute": recompute | attention if attention else {},
+        "*/@sdpa : keep; @blocks : recompute": dict.fromkeys(blocks, except_from_recompute("@sdpa", KEEP)),
+    }
+    for tier in tiers:
+        found[f"raw @ {tier}"] = dict.fromkeys(units, f"raw @ {tier}")
+        found[f"@blocks : recompute(raw @ {tier})"] = dict.fromkeys(blocks, f"recompute(raw @ {tier})")
+    if lossy:
+        found["int8"] = dict.fromkeys(units, "int8")
+    return {text: decisions for text, decisions in found.items() if decisions}

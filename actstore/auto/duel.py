@@ -40,4 +40,4 @@ class Duel:
         else:
             said = f"Faster than {self._text!r}: by turns this plan took {mine}, the policy {other}."
         peak = max(peak for _, peak in self._steps[best::2])
-        return replace(self._plans[best], rival=said).run(times[best], peak), True
+        return replace(self._plans[best], rival=said)._ran(times[best], peak), True

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
 from actstore.base.operators import operator_of_node
-from actstore.plan.profile import KEEP, UnitBytes, UnitFigures, except_from_recompute
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute
+from actstore.plan.profile import UnitBytes, UnitFigures
 from actstore.policy.operators import covers
 from actstore.recompute.attributes import PartAttributes
 from actstore.recompute.outputs import can_wait
 from actstore.recompute.running import current
 
-DERIVE = "derive"
 OPERATORS = ("matmul", "sdpa", "conv")  # dear to compute, and their results are few
 MAX_EXCEPTED_PARTS = 2  # parts of a unit to try as exceptions: those that save most
 MAX_NODES = 2000  # of autograd's graph, inspected once for each unit
@@ -88,7 +88,7 @@ class Separability:
         figures : of all decisions that were measured
         lossy : whether payloads of parts may lose; the effect of operators' results with an error is not measured
         """
-        keep, recompute = figures.get(KEEP), figures.get("recompute")
+        keep, recompute = figures.get(KEEP), figures.get(RECOMPUTE)
         if keep is None or recompute is None:
             return
         separable = (name for name in parts if f"{unit}.{name}" in self)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from actstore.auto.profiler import PARTIAL_RECOMPUTE
-from actstore.plan.profile import KEEP, UnitFigures, by_part, excepted_part, recomputes
+from actstore.plan.decisions import KEEP, by_part, excepted_part, recomputed_calls, recomputes, recomputes_all
+from actstore.plan.profile import UnitFigures
+from actstore.plan.solver.chain import LayerOption, needed
 
 if TYPE_CHECKING:
-    from actstore.auto.calls import UnitCalls
+    from actstore.auto.sample import UnitCalls
 
 Bytes = tuple[float, float]  # held at the end of forward, and the most beside them
 
@@ -68,13 +69,11 @@ class Forecast:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _most(self, of_units: Mapping[str, Bytes]) -> float:
-        held = peak = most = 0.0
-        for nbytes, above in of_units.values():
-            held += nbytes
-            most, peak = max(most, above), max(peak, held + above)
-        # units that do not run in every step come in any order, and other micro-batches hold what one has left
         if self._in_order and not self._calls.turns:
-            return peak
+            options = (LayerOption("", held, backward_peak=held + above) for held, above in of_units.values())
+            return max(needed(options), default=0.0)
+        # units that do not run in every step come in any order, and other micro-batches hold what one has left
+        most = max((above for _, above in of_units.values()), default=0.0)
         return self._calls.most_at_once({name: nbytes for name, (nbytes, _) in of_units.items()}) + most
 
     def _bytes(self, name: str, decision: str) -> Bytes:
@@ -83,23 +82,23 @@ class Forecast:
         if (found := of_unit.get(decision)) is not None:
             return found.total("held"), found.transient
         again = self._recomputed(of_unit.values())
-        if part := PARTIAL_RECOMPUTE.fullmatch(decision):
-            share = int(part[1]) / self._calls.of[name]  # the recomputed part of the calls
+        if first := recomputed_calls(decision):
+            share = first / self._calls.of[name]  # the recomputed part of the calls
             held, above = again or (saved, 0.0)
             return share * held + (1 - share) * saved, above
-        if decision.startswith("recompute"):
+        if recomputes_all(decision):
             return again or (saved, saved)
         if part_of := excepted_part(decision):
             held, above = again or (saved, saved)
             return held + self._excepted(name, part_of), above
         if recomputes(decision):
-            return saved, max(self._part(name, part) for part, _ in by_part(decision))
+            return saved, max(self._part(name, part) for part in by_part(decision))
         return saved, 0.0 if decision == KEEP else self._staged(name)
 
     def _recomputed(self, of_unit: Iterable[UnitFigures]) -> Bytes | None:
         """Return the bytes of a unit that is recomputed as a whole, with its inputs on the device."""
         for f in of_unit:
-            if f.decision.startswith("recompute"):
+            if recomputes_all(f.decision):
                 return f.total("held") + f.total("host") + f.total("disk"), f.transient
         return None
 

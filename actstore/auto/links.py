@@ -22,7 +22,7 @@ UNLIMITED = inf, inf, 1.0
 def measure_links(place: TierSet, *, host: bool, disk: bool) -> Links:
     """Return the rates of the usable tiers, in bytes per millisecond.
 
-    Up to 128 MiB go each way, then half of that both ways at once. A tier with less room is measured with what it has.
+    Up to 128 MiB go each way, then half of that both ways at once. A tier with less room is measured with that room.
     A tier without room gets an infinite rate: no payload can wait there.
     """
     on_host = place.device.on_host

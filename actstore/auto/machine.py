@@ -1,4 +1,4 @@
-"""The machine that measurements hold for."""
+"""The machine that measurements hold for, and the memory of its device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import os
 import platform
 
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from actstore._version import __version__
+from actstore.errors import ActstoreError
+from actstore.plan.profile import Memory
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
@@ -21,3 +26,39 @@ def machine_of(device: torch.device) -> dict[str, str]:
         "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
         "actstore": __version__,
     }
+
+
+def memory_of(model: Module, optimizers: list[Optimizer]) -> Memory:
+    """Return the bytes of parameters, gradients, optimizer states and buffers."""
+    parameters = list(model.parameters())
+    mine = {id(parameter) for parameter in parameters}
+    states = [
+        value
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in mine
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    return Memory(
+        sum(parameter.nbytes for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        sum(state.nbytes for state in states) if optimizers else None,
+        sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+def alloc_retries(device: torch.device) -> int:
+    """Return how often the device's allocator had to return cached memory to the system to find some."""
+    # `memory_stats` would flatten and sort a hundred figures, and this reads one
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return int(stats.get("num_alloc_retries", 0))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether memory ran out. False for an ActstoreError, which has its own advice."""
+    if isinstance(error, ActstoreError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

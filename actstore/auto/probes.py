@@ -17,21 +17,20 @@ from torch.optim import Optimizer
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
-from actstore.auto.calls import UnitCalls
-from actstore.auto.candidates import LOSSY, Candidates
+from actstore.auto.candidates import LOSSY, Candidates, OneLines, one_lines
 from actstore.auto.forecast import Forecast
 from actstore.auto.links import measure_links
-from actstore.auto.machine import machine_of
-from actstore.auto.memory import memory_of
-from actstore.auto.one_line import OneLines, one_lines
-from actstore.auto.profiler import Profiler, Sample, scaled
+from actstore.auto.machine import machine_of, memory_of
+from actstore.auto.profiler import Profiler
+from actstore.auto.sample import Sample, UnitCalls, scaled
 from actstore.base.spec import Site
 from actstore.model.units import digest_of
 from actstore.plan.build import MIN_PART_SHARE
+from actstore.plan.decisions import KEEP, RECOMPUTE, offloads
 from actstore.plan.fields import read_as
-from actstore.plan.profile import KEEP, Profile, Unit, UnitFigures, medians
+from actstore.plan.profile import Profile, Unit, UnitFigures, medians
 from actstore.plan.solver.chain import Links
-from actstore.plan.wish import Wish
+from actstore.plan.values import Wish
 from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
@@ -148,7 +147,7 @@ class Probes:
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
         if not first:  # the first step includes all one-time work
             self._rest.append(sample.rest)
-        if not any(" @ " in decision for decision in self._proposed.values()):  # copies in transit come on top
+        if not any(map(offloads, self._proposed.values())):  # copies in transit come on top
             decisions = {name: self._proposed.get(name, KEEP) for name in self._kinds}
             self.excess = max(self.excess, peak - self._forecast().peak(decisions))
 
@@ -202,7 +201,7 @@ class Probes:
 
     def _frugal(self, forecast: Forecast) -> Iterator[dict[str, str]]:
         """Yield decisions on all units that have run: the simplest ones first, then those that may hold less."""
-        again = {name: "recompute" for name in self._kinds if self._tries.frees(self._tries.shapes[name])}
+        again = {name: RECOMPUTE for name in self._kinds if self._tries.frees(self._tries.shapes[name])}
         keep = dict.fromkeys(self._kinds, KEEP)
         yield keep | again
         least = {name: decision for name, decision in self._tries.least().items() if name in self._kinds}

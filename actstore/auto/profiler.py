@@ -5,9 +5,7 @@ Hooks on module outputs are the only change to the graph: a measured step has th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -18,45 +16,16 @@ from torch.nn import Module
 
 from actstore.accuracy import Total, measure
 from actstore.auto.exceptions import Separability
+from actstore.auto.sample import Sample, calls_at_turns
 from actstore.auto.timing import BACKWARD, FORWARD, Moments
-from actstore.auto.turns import calls_at_turns
 from actstore.autograd.compiled import NamedCall
 from actstore.base.ledger import Account, Ledger
 from actstore.codecs.base import Bound, Codec
 from actstore.devices import Device
 from actstore.model.units import original, shapes_of
-from actstore.plan.profile import KEEP, UnitBytes, UnitFigures
+from actstore.plan.decisions import KEEP, RECOMPUTE, recomputed_calls
+from actstore.plan.profile import UnitBytes, UnitFigures
 from actstore.policy import Offload
-
-PARTIAL_RECOMPUTE = re.compile(r"recompute\(first=(\d+)\)")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Measurements of one step.
-
-    Attributes
-    ----------
-    figures : for each unit that ran, in the order of forward; several where its calls had different decisions
-    calls : number of calls of each unit
-    turns : for units whose calls have a backward each, as micro-batches in a pipeline: how many of them waited for
-        theirs, each time that one began
-    total : milliseconds from the entry of this step to that of the next
-    rest : the milliseconds of `total` outside of all units
-    backward : whether backward ran
-    """
-
-    figures: dict[str, list[UnitFigures]]
-    calls: dict[str, int]
-    total: float
-    rest: float
-    backward: bool
-    turns: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def saved(self) -> int:
-        """Bytes that plain autograd would hold in the step."""
-        return sum(figures[0].total("saved") for figures in self.figures.values())
 
 
 class Profiler:
@@ -160,7 +129,7 @@ class Profiler:
         return _nothing if self._step is None else self._step.work(account, BACKWARD)
 
     def finish(self) -> Sample | None:
-        """Return the figures of the last step; None where it was cancelled or ran no unit of the model."""
+        """Return the figures of the last step; None where it was canceled or ran no unit of the model."""
         step, self._step = self._step, None
         self.end_forward()
         if step is None:
@@ -213,7 +182,7 @@ class Profiler:
         return unit, name[len(unit) + 1 :] if name != unit else ""
 
     def _held_at_turns(self) -> dict[str, list[int]]:
-        """Return the bytes of each unit at each turn; at the end of forward, where backward came behind it."""
+        """Return the bytes of each unit at each turn; at the end of forward, where backward came after it."""
         found: dict[str, list[int]] = {}
         turns = self._ledger.turns or [{account: account.held_at_exit for account in self._ledger.accounts()}]
         for i, held in enumerate(turns):
@@ -266,16 +235,15 @@ def _nothing() -> None:
 
 def _split(whole: UnitFigures, forward: list[float], backward: dict[int, float]) -> list[UnitFigures]:
     """Split figures into those of recomputed calls and of kept calls, each as if all calls were of that kind."""
-    found = PARTIAL_RECOMPUTE.fullmatch(whole.decision)
-    calls = len(forward)
-    if found is None or not 0 < (first := int(found[1])) < calls:
+    first, calls = recomputed_calls(whole.decision) or 0, len(forward)
+    if not 0 < first < calls:
         return [whole]
     saved = whole.total("saved")
     kept = round(saved * (calls - first) / calls)  # all calls are alike
     held = max(0, whole.total("held") - kept) * calls // first
     halves = []
     for decision, chosen, nbytes in (
-        ("recompute", range(first), held),
+        (RECOMPUTE, range(first), held),
         (KEEP, range(first, calls), saved),
     ):
         scale = calls / len(chosen)
@@ -285,30 +253,9 @@ def _split(whole: UnitFigures, forward: list[float], backward: dict[int, float])
                 scale * sum(forward[call] for call in chosen),
                 scale * sum(backward.get(call, 0.0) for call in chosen),
                 {"": UnitBytes(saved, nbytes)},
-                whole.transient if decision == "recompute" else 0,
-                work_forward=scale * whole.work_forward if decision == "recompute" else 0.0,
-                work_backward=scale * whole.work_backward if decision == "recompute" else 0.0,
+                whole.transient if decision == RECOMPUTE else 0,
+                work_forward=scale * whole.work_forward if decision == RECOMPUTE else 0.0,
+                work_backward=scale * whole.work_backward if decision == RECOMPUTE else 0.0,
             )
         )
     return halves
-
-
-def scaled(f: UnitFigures, scale: float, share: float) -> UnitFigures:
-    """Return the figures scaled to a step `scale` times as large, for a unit that runs in a `share` of steps."""
-    if scale == share == 1:
-        return f
-    transient = int(scale * f.transient)  # not scaled by `share`: the peak when the unit runs
-    scale *= share
-    parts = {
-        name: UnitBytes(*(int(scale * nbytes) for nbytes in (part.saved, part.held, part.host, part.disk)))
-        for name, part in f.parts.items()
-    }
-    return replace(
-        f,
-        forward=scale * f.forward,
-        backward=scale * f.backward,
-        parts=parts,
-        transient=transient,
-        work_forward=scale * f.work_forward,
-        work_backward=scale * f.work_backward,
-    )

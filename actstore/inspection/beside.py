@@ -32,7 +32,7 @@ class BesideActivations:
 
     @classmethod
     def of(cls, model: Module | None, gradients_bytes: int, stepped: Iterable[Optimizer] = ()) -> BesideActivations:
-        """Count those of a model now, after a step that gave its parameters gradients of so many bytes.
+        """Count those of a model now, after a step that gave its parameters gradients of `gradients_bytes` bytes.
 
         Parameters
         ----------

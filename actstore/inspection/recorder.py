@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
@@ -14,18 +17,61 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from actstore.autograd.deciders import caller
 from actstore.autograd.modules import current
 from actstore.autograd.storages import joined, nbytes_of, part_of
 from actstore.autograd.unpack import unpack
+from actstore.base.called import operator_name
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.layout import layout_of
 from actstore.devices import cpu_memory
-from actstore.inspection.lines import current_line
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import MemoryPoint
 from actstore.session.activation_store import ActivationStore
 
-RESOLUTION = 1 / 400  # of the most bytes so far: a smaller change of memory makes no point
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parents[1]
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+_SITE = ("site-packages", "dist-packages")
+
+
+class CodeLine(NamedTuple):
+    """The operator that saves a tensor, and where the user's code called it.
+
+    Attributes
+    ----------
+    operator : the name by which Python calls it, such as ``layer_norm`` or ``@``; empty where that is not known
+    file, line, function : of the innermost frame outside of PyTorch, actstore and Python's library; empty without one
+    """
+
+    operator: str
+    file: str
+    line: int
+    function: str
+
+
+def current_line() -> CodeLine:
+    """Return the line that runs now, for a saved-tensor hook."""
+    frame = caller()
+    operator = "" if frame is None else operator_name(frame)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return CodeLine(operator, "", 0, "")
+    return CodeLine(operator, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@cache
+def _is_users(file: str) -> bool:
+    """Return whether a file is neither PyTorch's nor actstore's nor one of Python's library."""
+    path = Path(file)
+    if path.is_relative_to(_TORCH) or path.is_relative_to(_OURS):
+        return False
+    standard = path.is_relative_to(_STANDARD) and not any(part in _SITE for part in path.parts)
+    return not standard and not file.startswith("<frozen")
+
+
+RESOLUTION = 1 / 400  # of the peak so far: a smaller change of memory makes no point
 
 
 class InspectedHandle:

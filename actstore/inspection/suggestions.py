@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from time import perf_counter_ns
 
@@ -18,6 +18,7 @@ from actstore.display.naming import layer_pattern
 from actstore.display.text import percent
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import Timeline, layer_of
+from actstore.plan.solver.chain import LayerOption, needed
 from actstore.policy.encoded import encode
 from actstore.session.activation_store import MIN_NBYTES
 
@@ -82,7 +83,6 @@ class _PlainStep:
 
     def __init__(self, tensors: Sequence[InspectedTensor]) -> None:
         self.tensors = tensors
-        self.nbytes = sum(tensor.saved_bytes for tensor in tensors)
         layers = Counter[str]()
         for tensor in tensors:
             layers[layer_of(tensor.module)] += tensor.saved_bytes
@@ -92,7 +92,26 @@ class _PlainStep:
         equal = {pattern: names for pattern, names in series.items() if len(names) >= MIN_SERIES and "#" in pattern}
         self.pattern = max(equal, key=lambda pattern: sum(layers[name] for name in equal[pattern]), default="")
         self.layers = equal.get(self.pattern, [])
-        self.layer_bytes = [layers[name] for name in self.layers]
+
+    def peak(self, stored: Callable[[InspectedTensor], float], again: Mapping[str, float] | None = None) -> float:
+        """Return the predicted peak of a step in bytes.
+
+        Parameters
+        ----------
+        stored : bytes of a tensor from forward until backward; a smaller one than it is decoded
+        again : bytes that layers hold which are recomputed
+        """
+        again, options = dict(again or {}), []
+        recomputed = frozenset(again)
+        for layer, group in groupby(self.tensors, key=lambda tensor: layer_of(tensor.module)):
+            tensors = list(group)
+            held = again.pop(layer, 0.0) if layer in recomputed else sum(map(stored, tensors))
+            if layer in recomputed:
+                beside = sum(tensor.saved_bytes for tensor in tensors)
+            else:
+                beside = max((t.saved_bytes for t in tensors if stored(t) < t.saved_bytes), default=0)
+            options.append(LayerOption("", held, backward_peak=held + beside))
+        return max(needed(options), default=0.0)
 
     @property
     def inside(self) -> list[InspectedTensor]:
@@ -100,12 +119,12 @@ class _PlainStep:
         names = set(self.layers)
         return [tensor for tensor in self.tensors if layer_of(tensor.module) in names]
 
-    def inputs(self) -> list[InspectedTensor]:
+    def inputs(self) -> dict[str, InspectedTensor]:
         """Return the first tensor that each of the equal layers saves, weights aside: its input, as a rule."""
         found: dict[str, InspectedTensor] = {}
         for tensor in (tensor for tensor in self.inside if tensor.producer):
             found.setdefault(layer_of(tensor.module), tensor)
-        return list(found.values())
+        return found
 
     def forward_ms(self, backward_ms: float, *, attention: bool) -> float:
         """Forward's time in the equal layers, with or without their attention: from each saved tensor to the next."""
@@ -119,24 +138,38 @@ class _PlainStep:
 def _policies(step: _PlainStep, device: torch.device, backward_ms: float) -> Iterator[Suggestion]:
     lossy = [tensor for tensor in step.tensors if _is_encoded(tensor)]
     encoded_nbytes, codec_ms = _int8(device) if lossy else (0.0, 0.0)
+
+    def encoded(tensor: InspectedTensor) -> float:
+        numel = tensor.saved_bytes // _dtype(tensor).itemsize
+        return encoded_nbytes * numel if _is_encoded(tensor) else tensor.saved_bytes
+
+    def whole(tensor: InspectedTensor) -> float:
+        return tensor.saved_bytes
+
     if lossy:
         numel = sum(tensor.saved_bytes // _dtype(tensor).itemsize for tensor in lossy)
-        sizes = [tensor.saved_bytes for tensor in lossy]
-        decoded = max(sizes)  # right before its use
-        yield _policy("int8", step.nbytes - sum(sizes) + encoded_nbytes * numel + decoded, codec_ms * numel)
+        yield _policy("int8", step.peak(encoded), codec_ms * numel)
     if not step.layers:
         return
     rule = f"{step.pattern.replace('#', '*')} : recompute"
-    rest = step.nbytes - sum(step.layer_bytes) + max(step.layer_bytes)  # one layer is whole while it runs again
     inputs = step.inputs()
-    nbytes, numel = sum(_nbytes(tensor) for tensor in inputs), sum(_numel(tensor) for tensor in inputs)
-    whole_ms, part_ms = (step.forward_ms(backward_ms, attention=each) for each in (True, False))
-    if kept := sum(_nbytes(tensor) for tensor in step.inside if tensor.operator == _ATTENTION) // 4:  # q, k, v, result
-        yield _policy(f"{step.pattern.replace('#', '*')}/@sdpa : keep; {rule}", rest + nbytes + kept, part_ms)
+    held = {layer: float(_nbytes(inputs[layer])) if layer in inputs else 0.0 for layer in step.layers}
+    all_ms, part_ms = (step.forward_ms(backward_ms, attention=each) for each in (True, False))
+    attention = Counter[str]()
+    for tensor in step.inside:
+        if tensor.operator == _ATTENTION:
+            attention[layer_of(tensor.module)] += _nbytes(tensor) // 4  # of q, k, v and result
+    if attention:
+        kept = {layer: nbytes + attention[layer] for layer, nbytes in held.items()}
+        yield _policy(f"{step.pattern.replace('#', '*')}/@sdpa : keep; {rule}", step.peak(whole, kept), part_ms)
     else:
-        yield _policy(rule, rest + nbytes, whole_ms)
+        yield _policy(rule, step.peak(whole, held), all_ms)
     if lossy:
-        yield _policy(f"{rule}(int8)", rest + encoded_nbytes * numel, whole_ms + codec_ms * numel)
+        small = {layer: encoded_nbytes * _numel(tensor) for layer, tensor in inputs.items()}
+        numel = sum(map(_numel, inputs.values()))
+        yield _policy(
+            f"{rule}(int8)", step.peak(whole, dict.fromkeys(step.layers, 0.0) | small), all_ms + codec_ms * numel
+        )
 
 
 def _policy(policy: str, peak_bytes: float, added_ms: float) -> Suggestion:

@@ -117,7 +117,7 @@ def holders(line: Timeline, most: int = 3) -> list[tuple[str, int]]:
 
 
 def decisions_of(bands: Mapping[str, str], sites: Iterable[SiteReport]) -> dict[str, str]:
-    """Return for each band the decisions on its tensors, that on most bytes first."""
+    """Return for each band the decisions on its tensors, the one on the largest share first."""
     found: dict[str, Counter[str]] = {}
     for site in sites:
         name = site.site.split("[")[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
 
-from actstore.plan.profile import KEEP, Profile, Unit, UnitBytes, UnitFigures, by_part, excepted_part, recomputes
+from actstore.plan.decisions import DERIVE, KEEP, by_part, excepted_part, recomputes, rules_of
+from actstore.plan.profile import Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.recurrent import recurrent_options
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
 
@@ -66,23 +67,8 @@ def kept(figures: dict[str, UnitFigures], share: float = 1.0) -> UnitFigures:
 
 def policy_of(chain: LayerChain, choice: Sequence[int]) -> str:
     """Return the policy text of a choice: one option for each layer."""
-    layers = zip(chain.layers, choice, strict=True)
-    return text_of({layer.name: layer.options[index].decision for layer, index in layers})
-
-
-def text_of(decisions: Mapping[str, str]) -> str:
-    """Return the policy text of decisions by unit."""
-    lines = [line for name, what in decisions.items() if name and what != KEEP for line in rules_of(name, what)]
-    return "\n".join([*lines, f"* : {KEEP}"])
-
-
-def rules_of(unit: str, decision: str) -> list[str]:
-    """Return the rules of a unit's decision. A decision is text with names relative to the unit."""
-    return [f"{_pattern(unit, part)} : {what}" for part, what in by_part(decision)]
-
-
-def _pattern(unit: str, part: str) -> str:
-    return f"{unit}/{part}" if part.startswith("@") else f"{unit}.{part}" if part else unit
+    options = zip(chain.layers, chain.chosen(choice), strict=True)
+    return str(rules_of({layer.name: option.decision for layer, option in options}))
 
 
 def _options(
@@ -105,15 +91,15 @@ def _options(
             if change.error < inf:
                 yield change.option(unit, keep, profile)
             continue
-        part, colon, what = decision.rpartition(":")
-        change = _Change(unit, decision if ";" in decision else what.strip(), f, keep, None)
-        if ";" in decision:  # several parts, measured together
+        (part, what), *more = by_part(decision).items()
+        change = _Change(unit, decision if more else str(what), f, keep, None)
+        if more:  # several parts, measured together
             yield change.option(unit, keep, profile)
             continue
-        if colon:
-            change.error = noise_of(unit, part.strip(), f)
+        if part:
+            change.error = noise_of(unit, part, f)
             if change.error < inf:
-                of_parts.setdefault(part.strip(), []).append(change)
+                of_parts.setdefault(part, []).append(change)
             continue
         if change.error < inf:
             yield change.option(unit, keep, profile)
@@ -147,7 +133,7 @@ class _Change:
     def __init__(self, unit: Unit, decision: str, f: UnitFigures, keep: UnitFigures, part: str | None) -> None:
         self.decision = decision
         self.transient = f.transient  # bytes beside the held ones in backward,
-        works_in_forward = decision != "derive" and not recomputes(decision)
+        works_in_forward = decision != DERIVE and not recomputes(decision)
         self.staged = f.transient if works_in_forward else 0  # and in forward, for decisions that work there
         self.forward, self.backward = _added(f, keep)
         if part is None:

@@ -12,7 +12,7 @@ from actstore.display import html
 from actstore.display.naming import pattern_of, short
 from actstore.display.text import columns, percent, unwrapped, wrapped
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.profile import KEEP
+from actstore.plan.decisions import KEEP
 from actstore.plan.study import Budget, Other, Study
 
 if TYPE_CHECKING:

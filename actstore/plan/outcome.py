@@ -1,20 +1,23 @@
-"""Plans for users, built from solutions of the solver."""
+"""Plans for users, made from solutions and compared with policies in one line, and refusals of budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
+from actstore.base.units import format_nbytes
+from actstore.errors import CapacityError
 from actstore.plan.build import kept, policy_of
+from actstore.plan.decisions import KEEP
 from actstore.plan.plan import Plan
-from actstore.plan.profile import KEEP, Profile
+from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import LayerChain, Limits
 from actstore.plan.solver.microbatches import evaluate_step
 from actstore.plan.solver.solve import Solution
 from actstore.plan.solver.tables import DIRECTIONS
-from actstore.plan.solver.timeline import evaluate
-from actstore.plan.values import Prediction, UnitPlan
-from actstore.plan.wish import Wish
+from actstore.plan.solver.timeline import Evaluation, evaluate
+from actstore.plan.values import Prediction, UnitPlan, Wish
 
 MIN_GAIN = 0.02  # a new plan replaces the decisions only where it promises this share of the step
 
@@ -49,8 +52,8 @@ def plan_of(
 
 
 def _window(chain: LayerChain, solution: Solution) -> int | None:
-    """Return the most bytes queued on the device, the current layer's payload included; None where nothing moves."""
-    options = [layer.options[index] for layer, index in zip(chain.layers, solution.choice, strict=True)]
+    """Return the peak of the bytes queued on the device, the current payload included; None where nothing moves."""
+    options = chain.chosen(solution.choice)
     largest = max((option.host + option.disk for option in options), default=0)
     if not largest:
         return None
@@ -90,3 +93,57 @@ def or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, s
     if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
         return solution
     return replace(solution, choice=choice, evaluation=found, how="as before")
+
+
+OneLines = Mapping[str, Mapping[str, str]]
+
+
+def evaluations(chain: LayerChain, limits: Limits, policies: OneLines) -> Iterator[tuple[str, Evaluation]]:
+    """Yield the text and the step of each policy whose decisions are all measured; other units keep."""
+    for text, decisions in policies.items():
+        choice = []
+        for layer in chain.layers:
+            wanted = decisions.get(layer.name, KEEP)
+            choice.append(next((i for i, each in enumerate(layer.options) if each.decision == wanted), None))
+        if None not in choice:
+            yield text, evaluate_step(chain, [index for index in choice if index is not None], limits)
+
+
+def fastest(chain: LayerChain, limits: Limits, policies: OneLines) -> tuple[str, Evaluation] | None:
+    """Return the fastest policy that keeps the limits; None where none does."""
+    found = [each for each in evaluations(chain, limits, policies) if each[1].feasible]
+    return min(found, key=lambda each: each[1].total, default=None)
+
+
+def beside(text: str, policy: Evaluation, solution: Evaluation) -> str:
+    """Return the words for the fastest policy in one line beside a solution, as predicted."""
+    if policy.choice == solution.choice:
+        return f"This is {text!r}."
+    return f"The fastest policy in one line that fits is {text!r}: predicted {policy.total:.1f} ms."
+
+
+def too_small(
+    refused: CapacityError, chain: LayerChain, limits: Limits, budget: int, beyond: float, policies: OneLines
+) -> CapacityError:
+    """Return the refusal of a budget: the argument, the bytes that do, and the policy that comes nearest.
+
+    Parameters
+    ----------
+    refused : the solver's refusal; returned as it is where it is not about the memory of the device
+    beyond : bytes that a step has held beyond its prediction
+    """
+    if "layer" not in refused.facts or "least" not in refused.facts:
+        return refused
+    least = int(float(refused.facts["least"]) + beyond) + 1
+    where = refused.facts["layer"] or "the model itself and the loss"
+    lines = [
+        f"Auto(budget)={format_nbytes(budget)}: the measured decisions need at least {format_nbytes(least)} on the "
+        f"device, in {refused.facts['direction']} of {where}.",
+        f'Give Auto("{-(-least // 1024)}KiB") or more, or use a smaller batch.',
+    ]
+    free = replace(limits, device=inf)
+    known = [each for each in evaluations(chain, free, policies) if each[1].feasible]
+    text, nearest = min(known, key=lambda each: each[1].device_peak, default=("", None))
+    if nearest is not None:
+        lines.append(f"The nearest policy in one line is {text!r}, with {format_nbytes(nearest.device_peak + beyond)}.")
+    return CapacityError("\n".join(lines), **{**refused.facts, "least": float(least), "limit": budget, "policy": text})

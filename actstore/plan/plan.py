@@ -25,7 +25,7 @@ class Plan(PlanValues):
     Attributes
     ----------
     text : the policy, as text
-    budget : most bytes of activations on the compute device (`peak_held_bytes`)
+    budget : limit of the peak of activations on the compute device (`peak_held_bytes`)
     limits : the planner's limits: bytes on the "device" (less than the budget where steps held more than predicted), in
         "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
     plain : milliseconds of a step that keeps everything
@@ -33,14 +33,14 @@ class Plan(PlanValues):
     bound : lower bound on the ms of any choice among the same options; None where it was not computed
     certificate : prediction and bound as text
     prices : milliseconds that one more MiB saves, by what is limited: "device", "host", "disk"
-    window : most bytes in transfer at once; None where nothing moves
+    window : limit of the bytes in transfer at once; None where nothing moves
     limit : the limiting resource of the step, in words
     rows : by unit, in the order of forward
     profile : the measurements that the plan was made from
     rival : the fastest policy in one line beside the plan, in words
     """
 
-    def run(self, step: float, peak: float) -> Plan:
+    def _ran(self, step: float, peak: float) -> Plan:
         """Return the same plan, with the measured time and peak of a step."""
         return replace(self, measured=Prediction(step, peak))
 

@@ -6,7 +6,7 @@ Times in milliseconds, sizes in bytes, rates in bytes per millisecond.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import inf
@@ -17,35 +17,10 @@ from typing import Any
 from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError, PayloadError
 from actstore.plan.fields import read_as
-from actstore.plan.solver.chain import Links
-from actstore.plan.solver.turns import most_at_once
+from actstore.plan.solver.chain import Links, most_at_once
 
-KEEP = "keep"
 FORMAT = "actstore profile 1"
 MAX_CALLS = 10**6  # of a unit in a step
-
-
-def by_part(decision: str) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a unit in a decision on it, and the decision on each; the part "" is the unit itself."""
-    for rule in decision.split(";"):
-        part, _, what = rule.rpartition(":")
-        yield part.strip(), what.strip()
-
-
-def recomputes(decision: str) -> bool:
-    """Return whether a decision on a unit recomputes it, or a part of it."""
-    return any(what.startswith("recompute") for _, what in by_part(decision))
-
-
-def except_from_recompute(part: str, wait: str) -> str:
-    """Return the decision that recomputes a unit, except for one part: a child, or the operators "@matmul"."""
-    return f"{part} : {wait}; recompute"
-
-
-def excepted_part(decision: str) -> str:
-    """Return the part that a decision excepts from the recomputation of its unit; empty where it excepts none."""
-    (first, _), *others = by_part(decision)
-    return first if others == [("", "recompute")] else ""
 
 
 @dataclass(frozen=True)
@@ -71,13 +46,13 @@ class UnitFigures:
 
     Attributes
     ----------
-    decision : policy text, with names relative to the unit: ``"recompute"``, ``"attn : recompute"``
+    decision : policy text, with names relative to the unit
     forward, backward : time of all its calls
     parts : its bytes, by child; "" for those that the unit itself saves
-    transient : most bytes that decode or recompute add in backward to the held ones
+    transient : peak of the bytes that decode or recompute add in backward to the held ones
     error : squared relative error of its payloads: sum of squared errors over sum of squares; 0 for exact ones
     work_forward, work_backward : the part of these times that encode, decode and recompute took
-    samples : number of steps and units behind these medians
+    samples : number of steps and units in these medians
     """
 
     decision: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from actstore.plan.decisions import RECOMPUTE
 from actstore.plan.profile import Unit, UnitFigures
 from actstore.plan.solver.chain import LayerOption
 from actstore.plan.solver.revolve import advances
@@ -22,7 +23,7 @@ def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFig
     make. The search for its inputs takes a call of a chain about as long as a replay: few slots replay much, and search
     as often.
     """
-    recompute, segments = figures.get("recompute"), figures.get(segments_of(PROBE_SEGMENT))
+    recompute, segments = figures.get(RECOMPUTE), figures.get(segments_of(PROBE_SEGMENT))
     if recompute is None:
         return
     calls = unit.calls
@@ -49,7 +50,7 @@ def recurrent_options(unit: Unit, figures: dict[str, UnitFigures], keep: UnitFig
         if first:
             held = first * stored + (calls - first) * saved
             yield option(f"recompute(first={first})", held, first * stored + saved, share=first / calls)
-    yield option("recompute", calls * stored, calls * stored + saved)
+    yield option(RECOMPUTE, calls * stored, calls * stored + saved)
     if segments is None or calls < 2 * PROBE_SEGMENT:
         return
     chained = (recompute.total("held") - segments.total("held")) / (calls - ceil(calls / PROBE_SEGMENT))

@@ -69,7 +69,7 @@ class Study:
         return tuple(found) if len(found) == len(self._plan.rows) == len(self.chain.layers) else None
 
     def front(self, points: int, time_limit: float = 0.5) -> tuple[Budget, ...]:
-        """Return budgets from the least possible to the most that is of use, each with a faster step than the last.
+        """Return budgets from the least possible to the largest that is of use, each with a faster step than the last.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The values of a plan."""
+"""The limits of the user for a plan, and the values of a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from dataclasses import dataclass, field
 
 from actstore.errors import ConfigError
 from actstore.plan.profile import Profile
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Limits that the user grants.
+
+    Attributes
+    ----------
+    device : limit of the bytes on the compute device
+    host, disk : limits in host memory and on disk; None for all that exist, 0 for none
+    max_noise : variance that payloads may add to the gradients, as a fraction of that from batch to batch
+    """
+
+    device: int
+    host: int | None
+    disk: int | None
+    max_noise: float
 
 
 @dataclass(frozen=True)

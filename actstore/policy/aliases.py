@@ -11,10 +11,10 @@ from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.policy import Decision, Rules
+from actstore.policy.globs import select, split_slice
 from actstore.policy.operators import CLASSES
 from actstore.policy.options import did_you_mean
 from actstore.policy.pattern import Pattern, ancestry, shapes
-from actstore.policy.slices import select, split_slice
 
 ALIASES = ("@attention", "@blocks", "@mlp", "@norm")
 
@@ -29,8 +29,8 @@ def expand(rules: Rules, model: Module) -> Rules:
 
     ``@blocks`` are the modules that the model repeats. ``@attention`` and ``@mlp`` are the outermost modules in them
     with a name that models give to attention (``self_attn``, ``SelfAttention``), and to feed-forward networks and
-    experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalisations outside of these two,
-    by the name of their class; of a module in a normalisation's class with normalisations inside, these.
+    experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalizations outside of these two,
+    by the name of their class; of a module in a normalization's class with normalizations inside, these.
     A slice selects some of them, in the order of the model: ``@blocks[::2]``, ``@blocks[-1]``.
     Text after an alias follows each of its names: ``@mlp.down_proj``.
 
@@ -73,7 +73,7 @@ def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[st
 
 
 def _is_norm(name: str, module: Module) -> bool:
-    """Return whether a module normalises activations: its class says so, and that of no module in it."""
+    """Return whether a module normalizes activations: its class says so, and that of no module in it."""
     norms = [each for each in module.modules() if "Norm" in type(each).__name__]
     return norms == [module] and "parametrizations" not in name.split(".")
 

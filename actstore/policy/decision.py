@@ -105,7 +105,7 @@ class Derive:
     Derived are tensors of `min_bytes` or more whose operator's inputs were saved through the store, too, and come
     back exactly. At most four operators run in a row for one tensor. In-place changes of the tensor, or of
     its operator's inputs, raise the error that autograd raises. A change without a version counter is not noticed, and
-    the tensor then differs: a write through ``.data`` to the tensor, or to the weight of a normalisation before
+    the tensor then differs: a write through ``.data`` to the tensor, or to the weight of a normalization before
     backward has read its output. `actstore verify` shows whether a model does that. Backends that were switched off in
     forward (``torch.backends.mkldnn``) must be off in backward.
     """
@@ -140,13 +140,14 @@ class Recompute:
     Parameters
     ----------
     inputs : the decision on the stored inputs: Keep, Encode or Offload
-    segment : the input of every so many-th call of a chain is stored, 1 or more; each other input costs one forward,
+    segment : one input of each `segment` calls of a chain is stored, 1 or more; each other input costs one forward,
         and exists again while backward is in its segment
     schedule : in place of a segment. "sqrt": segments of as many calls as the square root of the chain's length;
         "revolve": at most `slots` inputs exist at any moment, and forwards are the fewest that this allows;
         "auto": Revolve with the fewest slots that keep replays below two forwards for each call
     slots : for Revolve, 1 or more; the input of the chain's first call takes one of them, that of its last call none
-    first : only so many calls of the module in each entry of the store are recomputed, 1 or more; later calls are kept
+    first : only the first calls of the module in each entry of the store are recomputed, this number of them; later
+        calls are kept
     decisions : "kept": the second run repeats the decisions of the first: masks of ReLU and its like, in one bit an
         element, chosen indices, results of comparisons. "anew": it decides for itself. None: "kept" where inputs are
         stored with a loss, "anew" where they come back exactly

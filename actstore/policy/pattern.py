@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from actstore.errors import ConfigError, PolicyError
 from actstore.policy import operators
-from actstore.policy.globs import includes, matcher
-from actstore.policy.slices import check_ranges, read_slice, split_slice, without_ranges
+from actstore.policy.globs import check_ranges, includes, matcher, read_slice, split_slice, without_ranges
 
 _VALID = re.compile(r"[^\s:;#/]+(/[^\s:;#/]+)?")
 

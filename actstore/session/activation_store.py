@@ -140,7 +140,7 @@ class ActivationStore:
             self._watch_model(model)
         self._controller, window = self._control(options, window)
         if observers.trace is not None:
-            observers.trace.claim()
+            observers.trace._claim()
         self._store = Store(
             StoreOptions(options, window, strict, seed, observers.trace, observers.verify, self._open_device),
             ledger,
@@ -312,10 +312,19 @@ class ActivationStore:
         return self._fitted.policy
 
     @property
-    def plan(self) -> Plan | GraphPlan | Choice | None:
-        """Current result of `Auto` (a Plan, of a compiled model a GraphPlan) or `Bits` (a Choice); None while steps are
-        measured."""
+    def plan(self) -> Plan | None:
+        """Plan that `Auto` has found, or that was given; None while steps are measured, and for a compiled model."""
         return self._given_plan if self._controller is None else self._controller.plan
+
+    @property
+    def graph_plan(self) -> GraphPlan | None:
+        """Plan of the graphs of a model that is compiled under `Auto`; None before its first step."""
+        return None if self._controller is None else self._controller.graph_plan
+
+    @property
+    def choice(self) -> Choice | None:
+        """Codecs that `Bits` has chosen; None while steps are measured."""
+        return None if self._controller is None else self._controller.choice
 
     def report(self) -> Report:
         """Return the figures of the last forward, per site and in all, and the errors of the last sampled step.
@@ -331,12 +340,13 @@ class ActivationStore:
         self._store.poll()
         gradients = None if self._influence is None else self._influence.read()
         circumstances, errors = self._store.circumstances(self._min_nbytes), self._sampler.errors()
-        request = request_of(self._fitted, self._controller, self.plan, self._model)
+        result = self.plan or self.graph_plan or self.choice
+        request = request_of(self._fitted, self._controller, result, self._model)
         process = None
         if circumstances.on_host:
             optimizers = [] if self._optimizers is None else self._optimizers.find()
             process = ProcessMemory.now(self._model, self._ledger.held, optimizers)
-        return Report.of(self._ledger, circumstances, errors, gradients, request, process)
+        return Report._of(self._ledger, circumstances, errors, gradients, request, process)
 
     def job_report(self, group: ProcessGroup | None = None) -> JobReport | None:
         """Return the figures of the last forward of all ranks, on the first rank of the group; None on the other ranks.
@@ -436,7 +446,7 @@ class ActivationStore:
             part._compiled_call_impl = compiled
             return
         assert isinstance(self._chooser, Auto)
-        self._controller = compiling.graph_controller(
+        compiling.run_graphs(
             backend.budget,
             (part, compiled),
             self._chooser,

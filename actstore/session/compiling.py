@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from actstore.accuracy import Sampler
 from actstore.accuracy.influence.influence import Influence
 from actstore.auto.controller import AutoController
+from actstore.auto.graph import GraphSteps
 from actstore.auto.links import rates_alone
 from actstore.base.ledger import Ledger
 from actstore.compiled.backend import INDUCTOR, GraphBackend
@@ -27,10 +28,9 @@ from actstore.errors import ConfigError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
-from actstore.plan.wish import Wish
+from actstore.plan.values import Wish
 from actstore.policy import Auto, Bits, Policy, Recompute, Rules
 from actstore.session.controllers import StepPolicy, wish_of
-from actstore.session.graph_controller import EagerObservers, GraphController
 from actstore.store.store import Store
 from actstore.tiers import Window
 from actstore.tiers.arena import SEGMENT_NBYTES
@@ -80,15 +80,15 @@ def _wrapped(part: Module) -> AbstractContextManager[Any]:
     return found
 
 
-def graph_controller(
+def run_graphs(
     budget: RegionBudget,
     call: tuple[Module, Callable[..., Any]],
     chooser: Auto,
     tiers: Any,
     store: Store,
     observers: tuple[Ledger, Sampler, Influence | None],
-    before: StepPolicy | None,
-) -> GraphController:
+    controller: StepPolicy | None,
+) -> None:
     """Leave the budget to the graphs, with the tiers that the user grants to "auto".
 
     Parameters
@@ -96,20 +96,14 @@ def graph_controller(
     call : the module, and its compiled call
     tiers : as the user gave them
     observers : of the store's eager steps
-    before : the controller so far
     """
+    assert isinstance(controller, AutoController)
     options, window = read_tiers(tiers)
     device = device_of(call[0]) or torch.device("cpu")
     windows = windows_of(window, device)
     tier = tier_of(wish_of(chooser, options), window, device)
     budget.allow(tier, windows, lanes_of(store, tier, windows))
-    eager = before.eager if isinstance(before, GraphController) else before  # or it is compiled again
-    budget.allow_loss(before.lossy if isinstance(before, GraphController) else None)
-    if eager is not None and not chooser.max_noise:
-        eager.close()
-        eager = None
-    assert eager is None or isinstance(eager, AutoController)
-    return GraphController(budget, call, EagerObservers(*observers), eager, chooser.max_noise)
+    controller.compile(GraphSteps(budget, call, *observers, chooser.max_noise))
 
 
 def graph_rules(

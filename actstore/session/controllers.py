@@ -13,7 +13,7 @@ from actstore.accuracy.influence.influence import Influence
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.base.ledger import Ledger
 from actstore.plan.plan import Plan
-from actstore.plan.wish import Wish
+from actstore.plan.values import Wish
 from actstore.policy import Auto, Bits, Policy
 from actstore.store.observers import Gauge
 from actstore.store.tierset import TierSet
@@ -38,8 +38,16 @@ class StepPolicy(Protocol):
     name: str
 
     @property
-    def plan(self) -> Plan | GraphPlan | Choice | None:
-        """Current result; None while steps are measured."""
+    def plan(self) -> Plan | None:
+        """Plan of "auto"; None while steps are measured."""
+
+    @property
+    def graph_plan(self) -> GraphPlan | None:
+        """Plan of "auto" for the graphs of a compiled model; None before its first step."""
+
+    @property
+    def choice(self) -> Choice | None:
+        """Codecs that "bits" has chosen; None while steps are measured."""
 
     @property
     def gauge(self) -> Gauge | None:
@@ -94,15 +102,17 @@ def controller_of(
 
         return BitsController(ledger, chooser, pairs)
     wish = wish_of(chooser, tiers)
-    if chooser.group is not None:
-        from actstore.auto.agreed import AgreedController
-        from actstore.auto.board import Board
-
-        board = Board(chooser.group, chooser.wait_s)
-        return AgreedController(model, ledger, wish, board, sets_window=sets_window)
     from actstore.auto.controller import AutoController
+    from actstore.auto.local import LocalBoard
+    from actstore.auto.steps import Steps
 
-    return AutoController(model, ledger, wish, pairs, switch, sets_window=sets_window)
+    steps = Steps(model, ledger, sets_window=sets_window)
+    if chooser.group is None:
+        return AutoController(steps, LocalBoard(steps, wish, pairs, switch))
+    from actstore.auto.group import GroupBoard
+    from actstore.auto.group_store import GroupStore
+
+    return AutoController(steps, GroupBoard(steps, wish, GroupStore(chooser.group, chooser.wait_s)))
 
 
 def wish_of(auto: Auto, tiers: dict[str, TierOptions]) -> Wish:
@@ -137,10 +147,8 @@ def call_inside(
     """Call `function` inside of `store`: once more if memory runs out and its effects can be undone."""
     from actstore.auto.attempt import Attempt
     from actstore.auto.controller import AutoController
-    from actstore.session.graph_controller import GraphController
 
-    eager = controller.eager if isinstance(controller, GraphController) else controller
-    if not isinstance(eager, AutoController) or model is None:
+    if not isinstance(controller, AutoController) or not controller.retries or model is None:
         with store:
             return function(*args, **kwargs)
     attempt = Attempt(model, (args, kwargs))
@@ -148,7 +156,7 @@ def call_inside(
         with store:
             return function(*args, **kwargs)
     except BaseException as error:
-        if not eager.tightened(error):
+        if not controller.tightened(error):
             raise
         why = attempt.undo()
         if why:

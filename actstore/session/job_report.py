@@ -22,8 +22,6 @@ from actstore.policy import Policy
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from actstore.accuracy.bits.payloads import Choice
-    from actstore.compiled.budget.plan import GraphPlan
 
 HEAD = ("rank", "peak", "of limit", "saved", "held", "stall", "policy", "decisions")
 MAX_WORDS = 64  # characters of a policy's text
@@ -52,7 +50,7 @@ class RankReport:
     decisions: str
 
     @classmethod
-    def of(cls, rank: int, ledger: Ledger, policy: Policy, plan: Plan | GraphPlan | Choice | None) -> RankReport:
+    def of(cls, rank: int, ledger: Ledger, policy: Policy, plan: Plan | None) -> RankReport:
         """Return the figures of `ledger` as they are now."""
         accounts, text, limit = ledger.accounts(), str(policy), ledger.budget.limit
         words = "; ".join(line.strip() for line in text.splitlines() if line.strip())
@@ -142,9 +140,7 @@ class JobReport:
         return lines
 
 
-def gather(
-    ledger: Ledger, policy: Policy, plan: Plan | GraphPlan | Choice | None, group: ProcessGroup | None
-) -> JobReport | None:
+def gather(ledger: Ledger, policy: Policy, plan: Plan | None, group: ProcessGroup | None) -> JobReport | None:
     """Gather the figures of all ranks on the first one; see `ActivationStore.job_report`."""
     if not dist.is_available() or not dist.is_initialized():
         raise StateError("job_report() was called without a process group. Call report(), or init_process_group.")

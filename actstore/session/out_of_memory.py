@@ -9,8 +9,8 @@ from contextlib import suppress
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from actstore.auto.controller import OOM_BUDGET_SHARE
-from actstore.auto.memory import ran_out
+from actstore.auto.local import OOM_BUDGET_SHARE
+from actstore.auto.machine import ran_out
 from actstore.base.ledger import Account, Ledger
 from actstore.base.units import format_nbytes
 from actstore.errors import ActstoreError, CapacityError

@@ -107,11 +107,11 @@ def _settled(store: ActivationStore, run: _TrialRun) -> Plan:
     looks = 0
     for _ in range(MAX_STEPS):
         run(store)
-        plan = _plan_of(store)
+        plan = store.plan
         looks = looks + 1 if plan is not None and plan.measured is not None else 0  # a new plan is not yet measured
         if plan is not None and looks == MEASURED_STEPS:
             return plan
-    plan = _plan_of(store)
+    plan = store.plan
     if plan is None:
         raise StateError(
             f"{MAX_STEPS} steps ran, and none could be measured: no backward came through the model that was given. "
@@ -119,10 +119,6 @@ def _settled(store: ActivationStore, run: _TrialRun) -> Plan:
             steps=MAX_STEPS,
         )
     return plan
-
-
-def _plan_of(store: ActivationStore) -> Plan | None:
-    return store.plan if isinstance(store.plan, Plan) else None
 
 
 class _TrialRun:

@@ -86,7 +86,7 @@ class Report:
     process: ProcessMemory | None = field(default=None, compare=False)
 
     @classmethod
-    def of(
+    def _of(
         cls,
         ledger: Ledger,
         circumstances: Circumstances,

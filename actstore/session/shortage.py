@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from actstore.auto.memory import ran_out
+from actstore.auto.machine import ran_out
 from actstore.base.units import format_nbytes
 from actstore.devices import cpu_memory, refusals
 from actstore.devices.host_memory import cgroup_limit, machine_bytes

@@ -51,7 +51,7 @@ class StoreState:
     def save(self) -> dict[str, Any]:
         """Return the state. Its keys are always the same, as torch.distributed.checkpoint needs them."""
         controller = None if self.controller is None else self.controller.state()
-        plan = None if self.controller is None else self.controller.plan
+        plan = None if (each := self.controller) is None else each.plan or each.graph_plan or each.choice
         state = {
             "format": FORMAT,
             **self._identity(),

@@ -25,6 +25,7 @@ from actstore.base.spec import Spec
 from actstore.codecs import Codec
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.model.names import is_of_torch
+from actstore.plan.solver.chain import LayerOption, needed
 from actstore.policy.pattern import ancestry
 
 MOVING = 2  # tensors of the largest size that an operator's backward has at once: a gradient in, and one out
@@ -80,7 +81,7 @@ class Needs(NamedTuple):
         return self.gradients + sum(stretch.gradients for stretch in self.stretches) + self.optimizer + self.moving
 
     def peak(self, again: Collection[str] = (), most_held: int | None = None, codec: Codec | None = None) -> int:
-        """Return the most bytes at once.
+        """Return the peak in bytes.
 
         Parameters
         ----------
@@ -88,14 +89,20 @@ class Needs(NamedTuple):
         most_held : bytes of activations that stay on the device, where the rest goes to a tier; None for all
         codec : of the activations; None for none. Backward decodes one at a time
         """
-        held = [stretch.given if stretch.block in again else stretch.stored(codec) for stretch in self.stretches]
-        left, made, most = sum(held), self.gradients, 0
-        for stretch, kept in zip(reversed(self.stretches), reversed(held), strict=True):
-            made += stretch.gradients
-            stays = left if most_held is None else min(left, most_held)
-            most = max(most, stays + made + (stretch.saved if stretch.block in again else 0))
-            left -= kept
-        return most + self.optimizer + self.moving + (0 if codec is None else self.moving // MOVING)
+        left = 0  # bytes held so far
+        made = self.gradients + sum(stretch.gradients for stretch in self.stretches)  # by the end of backward
+        options = []
+        for stretch in self.stretches:
+            recomputed = stretch.block in again
+            held = stretch.given if recomputed else stretch.stored(codec)
+            if most_held is not None:
+                held = min(held, most_held - left)
+            left += held
+            beside = made + (stretch.saved if recomputed else 0)
+            options.append(LayerOption("", held, backward_peak=held + beside))
+            made -= stretch.gradients
+        decoded = 0 if codec is None else self.moving // MOVING
+        return int(max(needed(options), default=0)) + self.optimizer + self.moving + decoded
 
 
 def needs_of(

@@ -39,7 +39,7 @@ class Trace:
         self._numbers = count(1)
         self._rows: deque[tuple[int, Kind, int, int, object, int, str, int, str]] = deque(maxlen=limit)
 
-    def claim(self) -> None:
+    def _claim(self) -> None:
         """Claim the trace for one store, which alone may write to it.
 
         Raises

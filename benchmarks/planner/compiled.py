@@ -95,7 +95,7 @@ def compiled(
             store.load_state_dict(state)
     for number in range(MAX_EAGER_STEPS):  # the last one compiles, and measures operators
         step(job, store, number)
-        if store is None or store.plan is not None:
+        if store is None or store.graph_plan is not None:
             break
     return job, store, step(job, store)[1]
 
@@ -146,7 +146,7 @@ def row_of(
         budget, refused = error.facts["least"], True
         job, store, peak = compiled(work, backend, budget, disk, noise, state)
     assert store is not None
-    plan: Any = store.plan
+    plan: Any = store.graph_plan
     ratios, rivals = [], []
     for other in (plain, theirs):
         if other is not None:

@@ -19,13 +19,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actstore import ActivationStore, Auto, Plan
+from actstore import ActivationStore, Auto
 from actstore.base.units import format_nbytes
 from actstore.bench import workloads
 from actstore.bench.environment import environment
 from actstore.errors import CapacityError
 from actstore.plan.build import chain_of, limits_of, policy_of
-from actstore.plan.profile import Profile, excepted_part
+from actstore.plan.decisions import excepted_part
+from actstore.plan.profile import Profile
 from actstore.plan.solver.solve import solve
 
 SHARES = (0.25, 0.4, 0.6)
@@ -86,7 +87,7 @@ class Training:
         store = self.store(Auto(budget))
         for _ in range(PLAN_LIMIT_STEPS):
             self.step(store)
-            if isinstance(store.plan, Plan):
+            if store.plan is not None:
                 return store.plan.profile
         raise SystemExit(f"no plan after {PLAN_LIMIT_STEPS} steps")
 

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actstore.bench.environment import environment
-from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
-from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links, useful
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.program import optimizer
 from actstore.plan.solver.solve import solve

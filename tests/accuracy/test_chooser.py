@@ -50,8 +50,8 @@ class Training:
     def until_chosen(self, before=None):
         for _ in range(MOST):
             self.step()
-            if self.store.plan is not before:
-                return self.store.plan
+            if self.store.choice is not before:
+                return self.store.choice
         raise AssertionError(f"no choice after {MOST} steps")
 
 
@@ -68,7 +68,7 @@ def chosen():
 
 
 def test_the_fewest_bytes_within_the_noise_that_is_granted(chosen):
-    store, choice = chosen.store, chosen.store.plan
+    store, choice = chosen.store, chosen.store.choice
     noise = store._controller.noise
     assert 0 < choice.variance <= 0.02 * noise
     assert choice.gap <= chooser.CHOICE_GAP
@@ -91,16 +91,16 @@ def test_the_fewest_bytes_within_the_noise_that_is_granted(chosen):
 def test_the_store_runs_the_choice(chosen):
     chosen.step()
     report = chosen.store.report()
-    decided = {str(site): text for site, text in chosen.store.plan.decisions.items()}
+    decided = {str(site): text for site, text in chosen.store.choice.decisions.items()}
     ran = {site.site: site.decision for site in report.sites if site.stored_bytes}
     assert ran
     assert all(decided[name] == text for name, text in ran.items())
-    assert report.stored_bytes == pytest.approx(chosen.store.plan.nbytes, rel=0.01)
+    assert report.stored_bytes == pytest.approx(chosen.store.choice.nbytes, rel=0.01)
 
 
 def test_more_noise_takes_fewer_bytes_and_none_takes_none(chosen):
     loose, exact = Training(max_noise=1.0).until_chosen(), Training(max_noise=0).until_chosen()
-    assert loose.nbytes < chosen.store.plan.nbytes < exact.nbytes
+    assert loose.nbytes < chosen.store.choice.nbytes < exact.nbytes
     assert exact.variance == 0
     assert set(exact.decisions.values()) == {"keep"}
 
@@ -108,14 +108,14 @@ def test_more_noise_takes_fewer_bytes_and_none_takes_none(chosen):
 def test_the_same_seed_chooses_the_same(chosen):
     again = Training(max_noise=0.02)
     again.until_chosen()
-    assert again.store.plan.decisions == chosen.store.plan.decisions
-    assert again.store.plan.variance == chosen.store.plan.variance
+    assert again.store.choice.decisions == chosen.store.choice.decisions
+    assert again.store.choice.variance == chosen.store.choice.variance
 
 
 def test_least_disturbance_within_a_budget(chosen):
     some = Training(budget="1GiB")
     some.until_chosen()
-    assert set(some.store.plan.decisions.values()) == {"keep"}
+    assert set(some.store.choice.decisions.values()) == {"keep"}
     some.step()
     everything = some.store.report().held_bytes
     budget = int(0.4 * everything)
@@ -130,13 +130,13 @@ def test_a_budget_that_is_too_small_is_refused_first_and_later_warned_of(monkeyp
     training = Training(budget=1000)
     with pytest.raises(CapacityError, match=r"Bits\(budget=1000 B\) is too small: .* are held beside") as refused:
         training.until_chosen()
-    assert training.store.plan is None
+    assert training.store.choice is None
     training = Training(budget=int(1.01 * refused.value.facts["least"]))
     choice = training.until_chosen()
     training.store._controller._limits = Bits(budget=1000)
     with pytest.warns(RuntimeWarning, match="Codecs stay as they are"):
         training.run(MOST)
-    assert training.store.plan is choice
+    assert training.store.choice is choice
 
 
 def test_chosen_again_after_some_steps(monkeypatch):
@@ -166,10 +166,10 @@ def test_evaluations_and_failures_in_between_change_nothing(chosen):
         hook.remove()
         training.step()
         training.step()
-        if training.store.plan is not None:
+        if training.store.choice is not None:
             break
-    assert training.store.plan is not None
-    assert training.store.plan.bits == pytest.approx(chosen.store.plan.bits, rel=0.3)
+    assert training.store.choice is not None
+    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
 
 
 def test_steps_whose_backward_comes_late_are_refused():
@@ -193,10 +193,10 @@ def test_an_evaluation_after_each_step_changes_nothing(chosen):
         training.step()
         with torch.no_grad(), training.store:
             training.model(*training.job.batch(0))
-        if training.store.plan is not None:
+        if training.store.choice is not None:
             break
     assert training.steps < 5
-    assert training.store.plan.bits == pytest.approx(chosen.store.plan.bits, rel=0.3)
+    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -207,7 +207,7 @@ def test_gradients_that_overflow_in_the_second_step_count_for_nothing(chosen, ba
         loss = training.model(*training.job.batch(1))
     (loss * bad).backward()
     training.until_chosen()
-    assert training.store.plan.bits == pytest.approx(chosen.store.plan.bits, rel=0.3)
+    assert training.store.choice.bits == pytest.approx(chosen.store.choice.bits, rel=0.3)
 
 
 def test_a_budget_holds_where_backward_runs_inside_the_context():
@@ -222,7 +222,7 @@ def test_a_budget_holds_where_backward_runs_inside_the_context():
                     loss.backward()
             if not inside:
                 loss.backward()
-        choices.append(training.store.plan)
+        choices.append(training.store.choice)
     outside, inside = choices
     assert set(outside.decisions.values()) != {"keep"}
     assert inside.nbytes == pytest.approx(outside.nbytes, rel=0.05)
@@ -241,7 +241,7 @@ def test_steps_that_show_nothing_later_are_warned_of_only(monkeypatch):
 
     with pytest.warns(RuntimeWarning, match="did not show .* Codecs stay as they are"):
         forwards()
-    assert training.store.plan is choice
+    assert training.store.choice is choice
 
 
 def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
@@ -259,7 +259,7 @@ def test_a_payload_whose_errors_did_nothing_is_looked_at_again(monkeypatch):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        choices.append(store.plan)
+        choices.append(store.choice)
     decided = [{str(site): text for site, text in choice.decisions.items()} for choice in (choices[4], choices[-1])]
     assert decided[0]["1[0]"].startswith("int2")
     assert decided[1]["1[0]"] == "keep"
@@ -296,12 +296,12 @@ def test_a_model_is_needed():
 
 
 def test_a_choice_by_site_is_told_as_rules_where_it_can_be(chosen):
-    sites = chosen.store.plan.decisions
+    sites = chosen.store.choice.decisions
     by_module = {}
     for site, text in sites.items():
         by_module.setdefault(site.name, set()).add(text)
     if all(len(texts) == 1 for texts in by_module.values()):
-        assert isinstance(chosen.store.plan.rules(), Rules)
+        assert isinstance(chosen.store.choice.rules(), Rules)
     else:
         with pytest.raises(ConfigError, match="decided differently"):
-            chosen.store.plan.rules()
+            chosen.store.choice.rules()

@@ -15,7 +15,8 @@ from actstore.auto.attempt import Attempt
 from actstore.errors import CapacityError
 from actstore.model.units import shapes_of
 from actstore.plan.build import chain_of
-from actstore.plan.profile import Memory, Profile, Unit, UnitBytes, UnitFigures, recomputes
+from actstore.plan.decisions import recomputes
+from actstore.plan.profile import Memory, Profile, Unit, UnitBytes, UnitFigures
 from actstore.rerun.optimizers import SteppedOptimizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,12 +187,12 @@ def test_the_first_step_runs_the_decisions_with_the_least_memory(tmp_path):
     recomputed = run(model, ActivationStore(model, "recompute", min_bytes=0), 1)
     store = auto(model, "1MiB")
     assert run(model, store, 1) <= recomputed
-    assert store._controller.probes.least() == {
+    assert store._controller.board.planner.probes.least() == {
         "stem": "derive", **{f"blocks.{i}": "recompute" for i in range(4)}, "head": "derive"
     }  # fmt: skip
     store = auto(model, "1MiB", tiers=[Disk(tmp_path, "1GiB")])
     run(model, store, 1)
-    least = store._controller.probes.least()
+    least = store._controller.board.planner.probes.least()
     assert {least["stem"], least["blocks.0"]} == {"derive(raw @ disk)", "recompute(raw @ disk)"}
 
 

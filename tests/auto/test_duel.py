@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Auto, Plan
-from actstore.auto import controller, watch
+from actstore.auto import planner, watch
+from actstore.auto.candidates import one_lines
 from actstore.auto.duel import DUEL_STEPS, Duel
-from actstore.auto.one_line import one_lines
 from actstore.auto.timing import Moments
 from tests.auto.test_auto_more import Net, auto, full, run
 
@@ -73,7 +73,7 @@ def test_training_keeps_the_faster_of_plan_and_policy_in_one_line(monkeypatch, t
         blocks = {decision for name, decision in moments.decisions.items() if name.startswith("blocks")}
         return 1.0 if (blocks == {"recompute"}) == one_line_is_faster else 2.0
 
-    monkeypatch.setattr(controller, "NEAR_SHARE", inf)
+    monkeypatch.setattr(planner, "NEAR_SHARE", inf)
     monkeypatch.setattr(watch, "REPLAN_DEVIATION", inf)
     model, budget = Net(), int(0.45 * full())  # all blocks recomputed, or all but one
     store = auto(model, budget)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore, Auto
 from actstore.auto.exceptions import Separability
-from actstore.plan.build import text_of
-from actstore.plan.profile import UnitBytes, UnitFigures, except_from_recompute, excepted_part
+from actstore.plan.decisions import except_from_recompute, excepted_part, rules_of
+from actstore.plan.profile import UnitBytes, UnitFigures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,7 +109,7 @@ def test_a_plan_with_an_exception_is_exact_and_holds_what_was_measured(part, mon
     monkeypatch.setattr(Separability, "exceptions", only)
     _, _, store = train(Auto(int(0.6 * max(peaks))), 20)
     (figures,) = (f[decision] for kind, f in store.plan.profile.figures.items() if kind.startswith("Block"))
-    text = text_of({f"blocks.{i}": decision for i in range(4)})
+    text = str(rules_of({f"blocks.{i}": decision for i in range(4)}))
     found, peaks, store = train(text, 30)
     assert same(found, wanted)
     held = sum(site.held_bytes for site in store.report().sites if site.site.startswith("blocks.0"))
@@ -193,7 +193,7 @@ def test_parts_that_cannot_be_excepted(make, separable, recwarn):
     """They are told from their first call, and the steps that measure leave them alone."""
     _, peaks, _ = train("keep", 1, make)
     _, _, store = train(Auto(int(0.7 * max(peaks))), 25, make)
-    record = store._controller.profiler.separability
+    record = store._controller.gauge.separability
     assert record.seen == {f"blocks.{i}.{part}" for i in range(4) for part in ("norm", "attn", "mlp")} | {
         f"blocks.{i}" for i in range(4)
     }

@@ -1,6 +1,6 @@
 """The rules by which a step makes a new plan, which one process and a group of ranks share."""
 
-from actstore.auto.watch import deviates, is_larger, is_news, underestimate
+from actstore.auto.watch import deviates, is_larger, needs_plan, underestimate
 
 
 def test_steps_of_nearly_the_same_size_count_as_equally_large():
@@ -8,10 +8,10 @@ def test_steps_of_nearly_the_same_size_count_as_equally_large():
     assert is_larger(106, 100)
 
 
-def test_a_step_over_the_budget_is_news_unless_the_plan_exceeds_it_anyway():
-    assert is_news(100, 100, excess=False)
-    assert not is_news(105, 100, excess=True)
-    assert is_news(106, 100, excess=True)
+def test_a_step_over_the_budget_needs_plan_unless_the_plan_exceeds_it_anyway():
+    assert needs_plan(100, 100, excess=False)
+    assert not needs_plan(105, 100, excess=True)
+    assert needs_plan(106, 100, excess=True)
 
 
 def test_a_prediction_was_too_low_only_for_a_step_of_the_size_that_it_was_made_for():

@@ -221,7 +221,7 @@ def test_what_cannot_be_shown_is_said(
 
 
 @pytest.mark.parametrize(
-    "made", [replan(on_host(), Auto(300 * MIB)), replan(profile(1), Auto(400 * MIB)).run(30.0, 100.0)]
+    "made", [replan(on_host(), Auto(300 * MIB)), replan(profile(1), Auto(400 * MIB))._ran(30.0, 100.0)]
 )
 def test_any_plan_is_drawn(made: Plan, tmp_path: Path) -> None:
     plan_plot.save(made, tmp_path / "plan.svg")

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Auto
-from actstore.auto import joint
-from actstore.auto.agreed import ROUND_STEPS, AgreedController
-from actstore.auto.profiler import Sample
-from actstore.auto.slowest import slowest_sample
+from actstore.auto import group_planner
+from actstore.auto.group import ROUND_STEPS, GroupBoard
+from actstore.auto.group_planner import slowest_sample
+from actstore.auto.sample import Sample
 from actstore.errors import CapacityError, ConfigError, StateError
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import WIDTH, Model, batch, different, saved_nbytes, train
@@ -126,7 +126,7 @@ def steps_of_the_group() -> Iterator[list[float]]:
         found.append(slowest_sample(samples).total)
         return slowest_sample(samples)
 
-    with mock.patch.object(joint, "slowest_sample", slowest):
+    with mock.patch.object(group_planner, "slowest_sample", slowest):
         yield found
 
 
@@ -168,7 +168,7 @@ def tensor_parallel_for(steps: int) -> int:
     budget = int(0.6 * saved_nbytes(build))
     train(build, None, steps=1)
     wanted, _ = train(build, None, steps=steps)
-    with mock.patch.object(AgreedController, "_run", autospec=True, side_effect=AgreedController._run) as run:
+    with mock.patch.object(GroupBoard, "_run", autospec=True, side_effect=GroupBoard._run) as run:
         found, report = train(build, Auto(budget, group=dist.group.WORLD), steps=steps)
     problems = different(found, wanted, "agreed")
     assert not problems, problems

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from actstore import ActivationStore, Auto
-from actstore.auto import board, joint
+from actstore.auto import group_planner, group_store
 from actstore.errors import StateError
 from tests.distributed.agreeing import Job, of_all
 from tests.distributed.training import Model, batch, loss_of
@@ -83,12 +83,12 @@ def planned() -> Job:
 
 def steady() -> object:
     """No plan is made anew because of times."""
-    return mock.patch.object(joint.JointPlanner, "review", return_value=None)
+    return mock.patch.object(group_planner.GroupPlanner, "review", return_value=None)
 
 
 def steps_of_leader(job: Job) -> object:
     """The steps that the leader has measured."""
-    planner = job.store._controller._planner
+    planner = job.store._controller.board._planner
     return of_all(None if planner is None else planner.probes.steps)[0]
 
 
@@ -105,7 +105,7 @@ def a_group_runs_its_plan_at_once() -> None:
             assert again.store._ledger.budget.limit == first.store._ledger.budget.limit
             for _ in range(20):  # a round of reports
                 again.step_alike()
-    assert again.store._controller._step == first.store._controller._step + 21
+    assert again.store._controller.board._step == first.store._controller.board._step + 21
 
 
 def a_rank_with_another_state_is_named() -> None:
@@ -154,9 +154,9 @@ def a_restart_finds_no_values_of_the_ranks_before() -> None:
     for attempt, wanted in (("0", None), ("0", 1), ("1", None)):
         with (
             mock.patch.dict("os.environ", {"TORCHELASTIC_RESTART_COUNT": attempt}),
-            mock.patch.object(board, "_made", {name: 10**6}),
+            mock.patch.object(group_store, "_opened", {name: 10**6}),
         ):
-            found = board.Board(dist.group.WORLD, 1.0)
+            found = group_store.GroupStore(dist.group.WORLD, 1.0)
         dist.barrier()
         assert found.read(f"value/{dist.get_rank()}") == wanted
         found.put(f"value/{dist.get_rank()}", 1)

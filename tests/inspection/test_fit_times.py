@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from actstore import ActivationStore, fit_step
 from actstore.errors import ConfigError
-from actstore.inspection.fit import rates, work
+from actstore.inspection.fit import work
 from actstore.plan.hardware import Hardware
 from actstore.plan.solver.chain import Links
 from actstore.transfer.engine import DEVICE_WINDOW_NBYTES
@@ -171,7 +171,7 @@ def test_this_cpu_is_measured_and_the_table_says_what_was_not():
     assert "not measured" not in table
     assert "by the data sheet of rtx-4090; not measured" in str(fit_step(make_mlp, [], device="rtx-4090"))
     assert "times plain" not in str(fit_step(make_mlp, []))
-    found = rates.rates_of("cpu")
+    found = work.rates_of("cpu")
     assert all(0 < rate < float("inf") for rate in (found.flops, found.single_flops, found.memory_rate))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actstore.plan.profile import KEEP, Memory, Profile, Unit, UnitBytes, UnitFigures
+from actstore.plan.decisions import KEEP
+from actstore.plan.profile import Memory, Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.solver.chain import Links
 
 MIB = 2**20

@@ -9,8 +9,9 @@ import pytest
 from actstore import Auto, Plan
 from actstore.errors import CapacityError
 from actstore.plan.build import chain_of, limits_of
+from actstore.plan.decisions import KEEP, except_from_recompute, excepted_part
 from actstore.plan.explain import explain
-from actstore.plan.profile import KEEP, Profile, UnitBytes, UnitFigures, except_from_recompute, excepted_part
+from actstore.plan.profile import Profile, UnitBytes, UnitFigures
 from actstore.plan.solver.solve import solve
 from actstore.policy import Rules
 from actstore.session.planning import replan

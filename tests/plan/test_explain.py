@@ -24,7 +24,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def text(plan: Plan) -> str:
-    return explain(plan.run(400.0, 490.0 * MIB))
+    return explain(plan._ran(400.0, 490.0 * MIB))
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_the_headline_has_prediction_bound_and_measurement(plan: Plan) -> None:
         f"Budget 500.0 MiB for {format_nbytes(plan.profile.saved)} of activations: {plan.certificate}"
     )
     assert "Measured" not in first
-    run = section(plan.run(1.1 * plan.predicted.step, 400.0 * MIB), "Budget")
+    run = section(plan._ran(1.1 * plan.predicted.step, 400.0 * MIB), "Budget")
     assert "(+10.0 %), peak 400.0 MiB, 80.0 % of the budget." in run
 
 

@@ -23,7 +23,7 @@ from tests.plan.profiles import MIB, on_host, profile
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    made = replan(profile(4), Auto(300 * MIB)).run(171.5, 299.0 * MIB)
+    made = replan(profile(4), Auto(300 * MIB))._ran(171.5, 299.0 * MIB)
     return replace(made, history=("a step held 301.0 MiB, more than the budget",))
 
 
@@ -237,10 +237,10 @@ def test_two_plans_are_compared(plan: Plan) -> None:
     assert changed
     assert [line.split(":")[0] for line in said[:-1]] == changed
     assert said[-1].startswith("budget 300.0 MiB -> 450.0 MiB, step ")
-    assert plan.compare(plan.run(1.0, 2.0)) == ""
+    assert plan.compare(plan._ran(1.0, 2.0)) == ""
     assert "blocks.3: " in plan.compare(replan(profile(3), Auto(300 * MIB)))
 
 
 def test_a_run_is_noted(plan: Plan) -> None:
-    assert plan.run(12.0, 5.0).measured == Prediction(12.0, 5.0)
-    assert plan.run(12.0, 5.0).predicted == plan.predicted
+    assert plan._ran(12.0, 5.0).measured == Prediction(12.0, 5.0)
+    assert plan._ran(12.0, 5.0).predicted == plan.predicted

@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
-from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links, useful
 from actstore.plan.solver.least import least
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.pareto import pareto

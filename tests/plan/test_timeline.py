@@ -7,9 +7,9 @@ from math import inf, nan
 import pytest
 
 from actstore.errors import ConfigError
-from actstore.plan.solver.batch import scores
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links
 from actstore.plan.solver.linear import Linear
+from actstore.plan.solver.search import scores
 from actstore.plan.solver.tables import Tables
 from actstore.plan.solver.timeline import evaluate, evaluated
 from tests.oracles.fluid import step_time

@@ -43,7 +43,7 @@ def step(store, n=100):
 # -- bad input: each error with its type, the thing, the numbers and the next step ------------------------------------
 
 CLAIMED = Trace()
-CLAIMED.claim()
+CLAIMED._claim()
 BAD_OPTIONS = {
     "no_list": ({"tiers": Host()}, ["tiers=Host(budget=None)", "must be a list"]),
     "no_tier": ({"tiers": ["host"]}, ["unknown 'host'", "Host(...)"]),

@@ -291,7 +291,7 @@ def test_misses_blame_a_changed_order_only_where_it_changed(change: str, words: 
     account = store._store.ledger.accounts()[0]
     account.misses, account.stall_ns = 100, 10**10
     circumstances = replace(store._store.circumstances(0), step_ms=20_000.0)
-    (text,) = [text for text in Report.of(store._store.ledger, circumstances).advice if "Compute waited" in text]
+    (text,) = [text for text in Report._of(store._store.ledger, circumstances).advice if "Compute waited" in text]
     assert words in text
     assert text.startswith("Compute waited 100")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from actstore import ActivationStore, Auto, Bits, Host, Rules, SampleErrors
 from actstore.accuracy.bits import chooser
-from actstore.auto import controller, machine, planning_state, watch
+from actstore.auto import machine, planner, watch
 from actstore.errors import StateError
 from actstore.policy import Keep
 from tests.session.resuming import CANDIDATES, POLICIES, STEPS, STOP, Model, Run
@@ -142,9 +142,9 @@ def test_bits_goes_on_from_between_its_pairs(stop, caplog):
     first = Run(POLICIES["bits"]).to(stop)
     again = Run(POLICIES["bits"]).resume(first.checkpoint())
     assert caplog.text == ""
-    assert again.store.plan == first.store.plan
+    assert again.store.choice == first.store.choice
     assert equal(again.to(24), first.to(24))
-    assert again.store.plan == first.store.plan
+    assert again.store.choice == first.store.choice
 
 
 @pytest.mark.parametrize("stop", HALFWAY[:3])
@@ -152,7 +152,7 @@ def test_bits_measures_a_pair_again_that_had_begun(stop, caplog):
     again = Run(POLICIES["bits"]).resume(Run(POLICIES["bits"]).to(stop).checkpoint())
     assert "bits: the state was saved between two steps that measure errors: both run again" in caplog.text
     again.to(stop + 3)
-    assert again.store.plan is not None
+    assert again.store.choice is not None
 
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_bits_measures_a_pair_again_that_had_begun(stop, caplog):
 def steady(monkeypatch):
     """No plan is made anew, or runs beside another one, because of times, which differ from run to run."""
     monkeypatch.setattr(watch.StepTimes, "deviate", lambda *_: False)
-    monkeypatch.setattr(controller, "NEAR_SHARE", -1.0)
+    monkeypatch.setattr(planner, "NEAR_SHARE", -1.0)
 
 
 @pytest.mark.usefixtures("steady")
@@ -172,18 +172,18 @@ def test_auto_runs_its_plan_at_once(auto, caplog):
     caplog.clear()
     again = Run(auto).resume(run.checkpoint())
     assert caplog.text == ""
-    before, probes = run.store.plan, run.store._controller.probes
+    before, probes = run.store.plan, run.store._controller.board.planner.probes
     assert again.store.plan == before
-    parts = run.store._controller.profiler.separability
+    parts = run.store._controller.gauge.separability
     assert (
-        again.store._controller.profiler.separability.seen
+        again.store._controller.gauge.separability.seen
         == parts.seen
         == {f"blocks.{n}{part}" for n in range(3) for part in ("", ".up", ".act", ".down")}
     )
     last = run.steps + 12
     assert equal(again.to(last), run.to(last))
     assert again.store.plan.decisions == before.decisions
-    assert again.store._controller.probes.figures().keys() == probes.figures().keys()
+    assert again.store._controller.board.planner.probes.figures().keys() == probes.figures().keys()
     assert again.store.report().peak_held_bytes == run.store.report().peak_held_bytes
     assert again.store._ledger.budget.limit == run.store._ledger.budget.limit
 
@@ -194,9 +194,13 @@ def test_auto_plans_again_for_another_budget_without_a_measurement(caplog):
     note = "the budget has changed (device 190.0 KiB, before 200.0 KiB): planned again"
     assert note in caplog.text
     assert again.store.plan is None
-    measured = again.store._controller.probes.steps
+    measured = again.store._controller.board.planner.probes.steps
     again.to(run.steps + 1)
-    assert again.store._controller.probes.steps == measured == run.store._controller.probes.steps
+    assert (
+        again.store._controller.board.planner.probes.steps
+        == measured
+        == run.store._controller.board.planner.probes.steps
+    )
     assert again.store.plan.budget == again.store._ledger.budget.limit == 190 * 1024
     assert note in again.store.plan.history
 
@@ -204,12 +208,12 @@ def test_auto_plans_again_for_another_budget_without_a_measurement(caplog):
 def test_auto_measures_again_on_another_machine_and_before_a_plan(caplog, monkeypatch):
     checkpoint = planned(Auto(BUDGET)).checkpoint()
     other = machine.machine_of(torch.device("cpu")) | {"device": "another"}
-    monkeypatch.setattr(planning_state, "machine_of", lambda device: other)
+    monkeypatch.setattr(planner, "machine_of", lambda device: other)
     again = Run(Auto(BUDGET)).resume(checkpoint)
     assert "the state was saved on another model or machine (device: planned for" in caplog.text
     assert "here another): measured again" in caplog.text
     assert again.store.plan is None
-    assert again.store._controller.probes.steps == 0
+    assert again.store._controller.board.planner.probes.steps == 0
     caplog.clear()
     measuring = Run(Auto(BUDGET)).to(2)
     again = Run(Auto(BUDGET)).resume(measuring.checkpoint())
@@ -219,11 +223,11 @@ def test_auto_measures_again_on_another_machine_and_before_a_plan(caplog, monkey
 
 def test_auto_keeps_a_budget_that_it_has_given_up_a_part_of():
     run = planned(Auto(BUDGET))
-    run.store._controller._give_up(190 * 1024, "memory ran out")
+    run.store._controller.board._give_up(190 * 1024, "memory ran out")
     again = Run(Auto(BUDGET)).resume(run.checkpoint())
     assert again.store._ledger.budget.limit == 190 * 1024
     assert again.store.plan.budget == 190 * 1024
-    assert again.store._controller._history == run.store._controller._history
+    assert again.store._controller.board.planner.history == run.store._controller.board.planner.history
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -313,7 +317,7 @@ def test_what_is_no_state_is_refused(name):
     assert changed != state
     with pytest.raises(StateError, match=r"its (format|checksum) is .*, (not|that of its contents) 'a?"):
         run.store.load_state_dict(changed)
-    assert run.store.plan is None
+    assert run.store.choice is None
 
 
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])

@@ -69,16 +69,16 @@ class BitsController:
 
     Attributes
     ----------
-    plan : the running choice; its variance is that of each weight's gradient by the square of its norm, averaged over
+    choice : the running choice; its variance is that of each weight's gradient by the square of its norm, averaged over
         elements. None before the first choice
     noise : the same variance, from batch to batch
     """
 
     name = "bits"
-    gauge = None
+    gauge = plan = graph_plan = None
 
     def __init__(self, ledger: Ledger, limits: Bits, pairs: Pairs) -> None:
-        self.plan: Choice | None = None
+        self.choice: Choice | None = None
         self.noise = 0.0
         self._ledger = ledger
         self._limits = limits
@@ -125,7 +125,7 @@ class BitsController:
         CapacityError, StateError : as for `next`
         """
         self._advance()
-        choice = self.plan
+        choice = self.choice
         sites = [] if choice is None else [[s.name, s.index, s.tag, text] for s, text in choice.decisions.items()]
         return {
             "course": asdict(self._course),
@@ -136,7 +136,7 @@ class BitsController:
 
     def resume(self, state: dict[str, Any], _place: TierSet) -> str:
         """Go on as the controller that gave the state. Return why a pair of steps begins again; empty if none does."""
-        self.plan, self.noise, self._ordinary, self._codecs = None, 0.0, _initial, {}
+        self.choice, self.noise, self._ordinary, self._codecs = None, 0.0, _initial, {}
         if (values := state["choice"]) is not None:
             decisions = {Site(*site): text for *site, text in values["decisions"]}
             self._run(Choice(**{**values, "decisions": decisions}), state["noise"])
@@ -180,7 +180,7 @@ class BitsController:
 
     def _has_grown(self) -> Generator[Policy, None, bool]:
         """Return whether errors have a much larger effect than predicted; takes a pair of steps."""
-        choice = self.plan
+        choice = self.choice
         if choice is None or not self._codecs or not self.noise:
             return False
         effect = yield from self._look(lambda: self._ordinary)
@@ -198,7 +198,7 @@ class BitsController:
         try:
             return (yield from self._pairs.look(first, self._ordinary, levels))
         except StateError as error:
-            if self.plan is None:
+            if self.choice is None:
                 raise
             warnings.warn(f"{error} Codecs stay as they are.", RuntimeWarning, stacklevel=5)
             return None
@@ -245,7 +245,7 @@ class BitsController:
                 f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
                 "Auto, which recomputes."
             )
-            if self.plan is None:
+            if self.choice is None:
                 raise CapacityError(why, least=least, limit=budget) from None
             warnings.warn(f"{why} Codecs stay as they are.", RuntimeWarning, stacklevel=5)
             return
@@ -254,7 +254,7 @@ class BitsController:
 
     def _run(self, choice: Choice, noise: float) -> None:
         """Run a choice from the next step on."""
-        self.plan, self.noise, self._ordinary = choice, noise, choice.policy
+        self.choice, self.noise, self._ordinary = choice, noise, choice.policy
         decisions = {site: parse_decision(text) for site, text in choice.decisions.items()}
         self._codecs = {site: decision.codec for site, decision in decisions.items() if isinstance(decision, Encode)}
 

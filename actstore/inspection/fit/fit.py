@@ -11,11 +11,11 @@ import torch
 
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import ConfigError, StateError
+from actstore.inspection.fit.largest import SizeTrials
 from actstore.inspection.fit.plans import AUTO, planned, row_of
-from actstore.inspection.fit.rates import rates_of
 from actstore.inspection.fit.result import Fit, FitRow
 from actstore.inspection.fit.steps import PLAIN, DrySteps, MakeOptimizer
-from actstore.inspection.fit.trials import SizeTrials
+from actstore.inspection.fit.work import rates_of
 from actstore.policy import Auto
 from actstore.session.activation_store import MIN_NBYTES
 from actstore.session.entries import is_active
@@ -38,7 +38,7 @@ def fit_step(
     tp: int = 1,
     **sizes: int,
 ) -> Fit:
-    """Predict the most bytes that a training step on a CPU needs, plainly and under each policy.
+    """Predict the peak memory of a training step on a CPU, plainly and under each policy.
 
     The step runs dry: modules, autograd and the store work as always, but operators return memory that no one touches.
 
@@ -113,7 +113,7 @@ def fit_step(
 
 
 class _Progress:
-    """Log of the parts of a result, of which there are `count`."""
+    """Log of the `count` parts of a result."""
 
     def __init__(self, count: int) -> None:
         self._count, self._ended = count, 0

@@ -42,7 +42,7 @@ class _Counted(NamedTuple):
 
 
 class LiveMemory:
-    """Book of the storages that live on one rank, each with a label, and of the moment with most bytes.
+    """Book of the storages that live on one rank, each with a label, and of its peak.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class LiveMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes since `reset`."""
+        """Peak since `reset`."""
         self._note_peak()
         return self._peak_bytes
 

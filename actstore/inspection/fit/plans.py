@@ -6,8 +6,8 @@ from actstore.errors import ConfigError
 from actstore.inspection.fit.result import FitRow
 from actstore.inspection.fit.steps import DrySteps
 from actstore.plan.build import chain_of, limits_of
+from actstore.plan.decisions import KEEP
 from actstore.plan.plan import Plan
-from actstore.plan.profile import KEEP
 from actstore.plan.solver.least import least
 from actstore.policy import Auto, Bits, parse_chooser
 from actstore.session.planning import replan

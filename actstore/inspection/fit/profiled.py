@@ -21,11 +21,10 @@ from actstore.errors import ConfigError
 from actstore.inspection.fit.memory import LiveMemory
 from actstore.inspection.fit.store import DryStore
 from actstore.inspection.fit.work import Work
-from actstore.plan.build import text_of
+from actstore.plan.decisions import rules_of
 from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import Links
-from actstore.plan.wish import Wish
-from actstore.policy import Rules
+from actstore.plan.values import Wish
 from actstore.session.entries import StoreEntry
 from actstore.store.observers import Gauge
 
@@ -87,7 +86,7 @@ class ProfiledStore(DryStore):
         if first:
             if self._profiler.measures:  # the second entry of a step
                 self._take()
-            self._follow(Rules.parse(text_of(self._decisions)))
+            self._follow(rules_of(self._decisions))
         scope = super()._scope(first=first)
         if first:
             self._profiler.begin(self._clock, self._decisions)

@@ -18,7 +18,7 @@ class FitRow(NamedTuple):
     Attributes
     ----------
     policy : its text; ``plain`` for PyTorch without a store
-    peak_bytes : the most bytes at once, of all tensors and payloads
+    peak_bytes : peak of all tensors and payloads
     least_bytes, most_bytes : where the policy uses a disk, the same with copies that are never late, and with a disk
         that never keeps up; `peak_bytes` is with a disk that keeps up with forward, and with
         bytes fetched ahead as far as the store may. Otherwise all are equal
@@ -45,7 +45,7 @@ class FitRow(NamedTuple):
 
     @property
     def largest(self) -> Label:
-        """The label with most bytes at the peak."""
+        """The label of the largest part of the peak."""
         return max(self.at_peak, key=lambda label: self.at_peak[label], default="working")
 
 
@@ -60,7 +60,7 @@ class Fit:
     sizes : the arguments that make_step got, and those that were searched
     largest : for each policy, the largest batch and context that fit, each with the other sizes as they are; 0 where
         not even 1 fits. Only those that make_step takes
-    parts : for each policy, the label with most bytes at the peak of the next batch or context, which does not fit
+    parts : for each policy, the label of the largest part of the peak of the next batch or context, which does not fit
     errors : for each policy, what the step raises at the next batch or context, where this ends the search, not memory
     device : whose rates give the times; None where none was given
     fsdp, tp : ranks that shard the weights, and that split the layers; the figures are those of one rank
@@ -151,7 +151,7 @@ class Fit:
 
 
 def _range(found: tuple[float, float] | None, digits: int) -> str:
-    """Return the least and the most as text, once where they are the same; from 100 on without digits."""
+    """Return a range as text, one number where both ends are the same; from 100 on without digits."""
     texts = [f"{each:.{digits if each < 100 else 0}f}" for each in found or ()]
     return " to ".join(dict.fromkeys(texts))
 

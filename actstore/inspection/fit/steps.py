@@ -83,7 +83,7 @@ class DrySteps:
             self._units = ShardedUnits(self._model, fsdp, self._memory) if fsdp > 1 else None
 
     def row(self, policy: str | Plan) -> FitRow:
-        """Return the most bytes that a step needs under a policy, `PLAIN` for no store."""
+        """Return the peak of a step under a policy, `PLAIN` for no store."""
         with self._dry():
             if policy == PLAIN:
                 self._run(nullcontext(), saved_tensors_hooks(self._note_saved, _itself))

@@ -1,16 +1,26 @@
-"""The time of a dry step: the work of its operators, codecs and copies, at the rates of a device."""
+"""The time of a dry step: the work of its operators, codecs and copies, at the rates of a device.
+
+The rates of this CPU are measured; those of a GPU are on its data sheet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
+from math import inf
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from actstore.plan.hardware import Hardware
+from actstore.devices import Cpu
+from actstore.errors import ConfigError
+from actstore.plan.hardware import PRESETS, Hardware
+from actstore.plan.solver.chain import Links
+from actstore.tiers.disk import DiskTier
 
 # Shares of a device's best rates that a training step reaches: of matrix products, and of its memory.
 FLOPS_SHARES, MEMORY_SHARES = (0.45, 0.9), (0.5, 0.95)
@@ -45,7 +55,7 @@ class DryTimes(NamedTuple):
     exposed: tuple[float, ...]
 
     def times(self, plain: DryTimes) -> tuple[float, float]:
-        """Return the least and the most times that this is of the `plain` step."""
+        """Return the range of this step's time over that of the `plain` step."""
         ratios = [
             one / other for found in (self.hidden, self.exposed) for one, other in zip(found, plain.hidden, strict=True)
         ]
@@ -136,3 +146,55 @@ _FLOPS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     **flop_registry,
 }
+
+
+GPUS = {name.lower().replace(" ", "-"): hardware for name, hardware in PRESETS.items()}
+_SIDE = 768  # of the matrices
+_NBYTES = 32 * 2**20
+_REPEATS = 5
+
+
+def rates_of(device: str) -> Hardware:
+    """Return the rates of a device, "cpu" for this CPU: that takes a second.
+
+    Raises
+    ------
+    ConfigError : the device is unknown
+    """
+    if device == "cpu":
+        return _this_cpu()
+    if device not in GPUS:
+        raise ConfigError(f"device={device!r}: must be one of {', '.join(['cpu', *GPUS])}.", device=device)
+    return GPUS[device]
+
+
+def _this_cpu() -> Hardware:
+    flops = 2 * _SIDE**3
+    single, half = (torch.ones(_SIDE, _SIDE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    source, target = (torch.ones(_NBYTES, dtype=torch.uint8) for _ in range(2))
+    disk = DiskTier(None, Cpu(torch.device("cpu")))
+    try:
+        slot = disk.reserve(_NBYTES)
+        if slot is None:
+            disk_out = disk_back = inf  # no payload can wait there
+        else:
+            disk_out = _NBYTES / _least_ms(lambda: disk.write(slot, source).result())
+            disk_back = _NBYTES / _least_ms(lambda: disk.read(slot, target).result())
+    finally:
+        disk.close()
+    return Hardware(
+        Links(disk_out=disk_out, disk_back=disk_back, on_host=True),
+        flops=flops / _least_ms(lambda: half @ half),
+        single_flops=flops / _least_ms(lambda: single @ single),
+        memory_rate=2 * _NBYTES / _least_ms(lambda: target.copy_(source)),
+    )
+
+
+def _least_ms(run: Callable[[], object]) -> float:
+    """Return the milliseconds of the fastest of some runs."""
+    times = []
+    for _ in range(_REPEATS):
+        begin = perf_counter_ns()
+        run()
+        times.append(perf_counter_ns() - begin)
+    return min(times) / 1e6

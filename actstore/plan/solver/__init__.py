@@ -1,1 +1,1 @@
-"""The solver behind plans: chains of layers, their timeline, and the search for the best choice."""
+"""The solver of plans: chains of layers, their timeline, and the search for the best choice."""

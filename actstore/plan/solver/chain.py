@@ -5,7 +5,8 @@ Times are in milliseconds, sizes in bytes, rates in bytes per millisecond.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from math import inf
 
 
@@ -79,7 +80,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most bytes in each place at any moment, and the most error in all."""
+    """Upper bounds: bytes in each place at any moment, and error in all."""
 
     device: float
     host: float = inf
@@ -99,3 +100,59 @@ class LayerChain:
     def plain(self) -> float:
         """Milliseconds of a step that keeps everything."""
         return self.rest + sum(layer.forward + layer.backward for layer in self.layers)
+
+    def chosen(self, choice: Sequence[int]) -> list[LayerOption]:
+        """Return the option of each layer."""
+        return [layer.options[index] for layer, index in zip(self.layers, choice, strict=True)]
+
+
+def needed(options: Iterable[LayerOption]) -> Iterator[float]:
+    """Yield the bytes on the device while each layer runs, in forward or in backward, where no copy is in transit.
+
+    The largest is the peak of the step. Measured steps, forecasts, and advice after memory ran out all count so.
+
+    Parameters
+    ----------
+    options : one for each layer, in the order of forward
+    """
+    held = 0.0
+    for option in options:
+        yield held + max(option.forward_peak, option.backward_peak)
+        held += option.held
+
+
+_NUMBERS = tuple(field.name for field in fields(LayerOption) if field.name != "decision")
+
+
+def useful(layer: Layer) -> list[int]:
+    """Return the indices of a layer's options, without those that another option equals or betters in every number.
+
+    A smaller compute time counts as better: bytes that flow beside it flow as well beside a stall of the same length.
+    Of equal options the first stays.
+    """
+    numbers = [tuple(getattr(option, name) for name in _NUMBERS) for option in layer.options]
+    return [
+        index
+        for index, mine in enumerate(numbers)
+        if not any(
+            all(a <= b for a, b in zip(other, mine, strict=True)) and (other != mine or at < index)
+            for at, other in enumerate(numbers)
+        )
+    ]
+
+
+def share_at(turns: Sequence[int], number: int) -> float:
+    """Return the share of the most calls of a unit that wait at a turn; 1 where `turns` tells nothing of the unit."""
+    return turns[number] / max(turns) if turns and max(turns) else 1.0
+
+
+def most_at_once(held: Iterable[tuple[float, Sequence[int]]]) -> float:
+    """Return the peak over the turns of the bytes that units hold.
+
+    Parameters
+    ----------
+    held : for each unit the bytes while most of its calls wait, and how many wait at each turn
+    """
+    units = list(held)
+    number = max((len(turns) for _, turns in units), default=0)
+    return max(sum(nbytes * share_at(turns, i) for nbytes, turns in units) for i in range(max(1, number)))

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from actstore.errors import CapacityError, ConfigError
-from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.chain import LayerChain, Limits, needed, useful
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.tables import BACKWARD, DIRECTIONS, FORWARD, SLACK, Tables, slack
 from actstore.plan.solver.timeline import Breach, Evaluation, evaluated
@@ -23,7 +22,7 @@ class Least:
     device : bytes that the choice needs
     bound : no choice needs less
     evaluation : the evaluation of the choice, with `device` as limit
-    direction, layer : the event with the most bytes
+    direction, layer : the event of the peak
     """
 
     device: float
@@ -57,7 +56,7 @@ def least(chain: LayerChain, limits: Limits, *, within: float = inf, time_limit:
         choice, proven = _solved(tables, allowed, within, time_limit)
         bound = max(bound, proven)
         evaluation = evaluated(tables, choice)
-    device = max(_needed(tables, choice)) if within == inf else _enough(tables, choice, within, bound)
+    device = max(needed(tables.chain.chosen(choice))) if within == inf else _enough(tables, choice, within, bound)
     evaluation = evaluated(Tables(chain, replace(limits, device=device)), choice)
     direction, layer = evaluation.peak_event()
     return Least(device, min(bound, device), evaluation, DIRECTIONS[direction], chain.layers[layer].name)
@@ -105,24 +104,15 @@ def _frugal(tables: Tables, allowed: Sequence[Sequence[int]]) -> tuple[list[int]
         return choice
 
     best = [min((tables.held[i, o], o) for o in options)[1] for i, options in enumerate(allowed)]
-    low, high = 0.0, max(_needed(tables, best))
+    low, high = 0.0, max(needed(tables.chain.chosen(best)))
     while high - low > SLACK * high:
         middle = (low + high) / 2
         choice = under(middle)
         if choice is None:
             low = middle
         else:
-            best, high = choice, min(middle, max(_needed(tables, choice)))
+            best, high = choice, min(middle, max(needed(tables.chain.chosen(choice))))
     return best, high
-
-
-def _needed(tables: Tables, choice: Sequence[int]) -> list[float]:
-    """Return the bytes that each layer needs on the device where nothing queues: the most of its two events."""
-    held, needed = 0.0, []
-    for i, o in enumerate(choice):
-        needed.append(held + max(float(tables.peak[FORWARD][i, o]), float(tables.peak[BACKWARD][i, o])))
-        held += float(tables.held[i, o])
-    return needed
 
 
 def _solved(

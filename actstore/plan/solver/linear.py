@@ -37,8 +37,8 @@ class Linear(Program):
     ----------
     allowed : for each layer, the indices of the options to choose from
     timeline : whether to add the rows of time; without them stalls are free
-    smallest : whether to minimise device bytes instead of time
-    within : most ms of a step, where device bytes are minimised
+    smallest : whether to minimize device bytes instead of time
+    within : limit of a step in ms, where device bytes are minimized
 
     Attributes
     ----------

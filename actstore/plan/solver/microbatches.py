@@ -4,7 +4,7 @@ The timeline knows one forward and one backward: what later layers hold is gone 
 In a pipeline only one micro-batch has left them then, and the remaining ones still hold their share there.
 
 Where a rank has several stages, each has its most micro-batches at another turn. Then the bytes of each turn must fit,
-and beside them the most that a layer needs while it runs. The solver knows one such sum. It solves the step of each
+and beside them the largest need of a layer while it runs. The solver knows one such sum. It solves the step of each
 turn alone, and that of their mean, and each solution that exceeds the limit at another turn lowers it for the next one.
 """
 
@@ -15,12 +15,11 @@ from dataclasses import replace
 from math import inf
 
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, most_at_once, share_at
 from actstore.plan.solver.least import least
 from actstore.plan.solver.solve import Solution, refusal, solve
 from actstore.plan.solver.tables import DIRECTIONS, slack
 from actstore.plan.solver.timeline import Breach, Evaluation, evaluate
-from actstore.plan.solver.turns import most_at_once, share_at
 
 
 def beside_others(chain: LayerChain, found: Evaluation, limits: Limits) -> Evaluation:

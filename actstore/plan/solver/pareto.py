@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from actstore.errors import ConfigError
-from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.chain import LayerChain, Limits, useful
 from actstore.plan.solver.least import least
 from actstore.plan.solver.search import fastest
 from actstore.plan.solver.solve import Solution, solve
@@ -25,7 +24,7 @@ class ParetoPoint:
 def pareto(
     chain: LayerChain, limits: Limits, points: int = 16, *, time_limit: float = 5.0, gap: float = 0.002
 ) -> tuple[ParetoPoint, ...]:
-    """Return plans from the least possible device memory to the most that is of use, or to `limits.device`.
+    """Return plans from the least possible device memory to the size that is of use, or to `limits.device`.
 
     Limits are evenly spaced. Each point is faster than those before it; slower ones are left out. A plan that was found
     with less memory stays wherever it is the better one.

@@ -38,7 +38,7 @@ class Answer:
     Attributes
     ----------
     values : values of the variables; None where the solver found none
-    bound : lower bound of the cost; -inf where the solver proved nothing, inf where no values fulfil the rows
+    bound : lower bound of the cost; -inf where the solver proved nothing, inf where no values satisfy the rows
     reduced : reduced costs of the variables, of a program without integers
     """
 
@@ -48,7 +48,7 @@ class Answer:
 
 
 class Program:
-    """Variables, rows and a cost to minimise. Not thread-safe."""
+    """Variables, rows and a cost to minimize. Not thread-safe."""
 
     def __init__(self) -> None:
         self._cost: list[float] = []

@@ -14,8 +14,7 @@ from time import monotonic
 
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.solver.dominance import useful
+from actstore.plan.solver.chain import LayerChain, Limits, useful
 from actstore.plan.solver.least import Least, check_totals, least
 from actstore.plan.solver.linear import Linear
 from actstore.plan.solver.program import Answer

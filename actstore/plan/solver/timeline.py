@@ -36,7 +36,7 @@ class Breach:
     ----------
     limit : "device", "host", "disk" or "error"
     needed, allowed : bytes, or error
-    direction, layer : the event with the most bytes; empty for a limit on a whole step
+    direction, layer : the event of the peak; empty for a limit on a whole step
     """
 
     limit: str
@@ -96,11 +96,11 @@ class Evaluation:
 
     @property
     def device_peak(self) -> float:
-        """Most bytes on the device at any event."""
+        """Peak of the bytes on the device over all events."""
         return max((max(events, default=0.0) for events in self.device), default=0.0)
 
     def peak_event(self) -> tuple[int, int]:
-        """Return direction and layer index of the event with the most device bytes; of equals the later in the step.
+        """Return direction and layer index of the event with the peak; of equals the later in the step.
 
         Raises
         ------
@@ -135,7 +135,7 @@ def evaluated(tables: Tables, choice: Sequence[int]) -> Evaluation:
     layers, limits = tables.chain.layers, tables.limits
     if len(choice) != len(layers) or any(not 0 <= o < n for o, n in zip(choice, tables.counts, strict=True)):
         raise ConfigError(f"{len(layers)} layers need the index of one of their options each, not {list(choice)}.")
-    chosen = [layer.options[o] for layer, o in zip(layers, choice, strict=True)]
+    chosen = tables.chain.chosen(choice)
     waiting = sum(option.host for option in chosen)
     disk = sum(option.disk for option in chosen)
     error = sum(option.error for option in chosen)

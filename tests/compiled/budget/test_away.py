@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 from actstore import ActivationStore, Auto, Disk, Window
 from actstore.compiled.budget import lane
 from actstore.errors import CapacityError
-from actstore.plan.wish import Wish
+from actstore.plan.values import Wish
 from actstore.session import lanes
 from actstore.session.controllers import wish_of
 from tests.autograd.checks import check_drained, check_same, gc_off
@@ -81,7 +81,7 @@ def test_gradients_bit_for_bit_below_what_recomputation_needs() -> None:
         for _ in range(3):
             check_same(gradients(model, x, store), wanted)
             check_drained(store)
-    plan = store.plan
+    plan = store.graph_plan
     assert plan.predicted_peak <= budget
     assert plan.away > 0
     assert "wait in the tier 'disk'" in str(plan)
@@ -131,7 +131,7 @@ def test_a_plan_keeps_the_budget_of_the_disk() -> None:
     room = 17 * MIB
     model, x, store = planned(Deep, least(Deep) + 8 * MIB, [Disk(budget=room), DISK[1]])
     gradients(model, x, store)
-    assert 0 < store.plan.away <= room
+    assert 0 < store.graph_plan.away <= room
     assert {medium.peak_bytes <= room for medium in store.report().media} == {True}
 
 
@@ -168,7 +168,7 @@ def test_the_window_is_the_plans_or_the_users() -> None:
         for _ in range(2):
             gradients(model, x, store)
         engine = next(iter(store._store._places.values())).engine
-        assert engine.window_nbytes == store.plan.window <= most
+        assert engine.window_nbytes == store.graph_plan.window <= most
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_inductors_caches_keep_the_plan_and_the_tier() -> None:
             for _ in range(2):
                 check_same(gradients(model, x, store), wanted)
                 check_drained(store)
-            plans.append((counters["aot_autograd"]["autograd_cache_hit"], store.plan))
+            plans.append((counters["aot_autograd"]["autograd_cache_hit"], store.graph_plan))
     assert [hits for hits, _ in plans] == [0, 1, 0]
     assert plans[0][1] == plans[1][1]
     assert plans[0][1].away > 0

@@ -76,7 +76,7 @@ def measured(budget):
     except CapacityError as error:
         return {**measured(error.least), "refused": budget, "least": error.least}
     grads = [p.grad.double().sum().item() for p in model.parameters()]
-    plan = None if store is None else store.plan.to_dict()
+    plan = None if store is None else store.graph_plan.to_dict()
     return {"peak": peak, "grads": grads, "plan": plan, "budget": budget, "refused": 0}
 
 
@@ -133,9 +133,9 @@ def planned(kind: Any, budget: int | str, **options: Any) -> tuple[nn.Module, to
 def test_gradients_bit_for_bit_and_what_the_plan_says() -> None:
     wanted = plain(WideMlp)
     model, x, store = planned(WideMlp, "1GiB")
-    assert not store.plan
+    assert not store.graph_plan
     check_same(gradients(model, x, store), wanted)
-    full = store.plan
+    full = store.graph_plan
     assert full is not None
     assert full.predicted_peak == full.plain_peak
     assert "Everything fits" in str(full)
@@ -144,7 +144,7 @@ def test_gradients_bit_for_bit_and_what_the_plan_says() -> None:
     for _ in range(2):
         check_same(gradients(model, x, store), wanted)
         check_drained(store)
-    small = store.plan
+    small = store.graph_plan
     assert small.predicted_peak <= small.budget < full.plain_peak
     assert small.held < full.held
     assert small.times_plain > 1
@@ -176,15 +176,15 @@ def test_text_means_the_same() -> None:
     store: Any = ActivationStore(model, "auto(8MiB)")
     store.compile(backend="aot_eager")
     gradients(model, x, store)
-    assert store.plan.budget == 8 << 20
-    assert "8.0 MiB" in str(store.plan)
+    assert store.graph_plan.budget == 8 << 20
+    assert "8.0 MiB" in str(store.graph_plan)
 
 
 def test_evaluation_needs_no_plan() -> None:
     model, x, store = planned(WideMlp, 1000)
     with torch.no_grad(), store:
         found = model(x)
-    assert store.plan is None
+    assert store.graph_plan is None
     check_same(found, make(WideMlp)[0](x).detach())
 
 
@@ -230,11 +230,11 @@ def test_dropout_is_not_drawn_again() -> None:
     torch._dynamo.reset()
     model, x, store = planned(Noisy, "1GiB")
     gradients(model, x, store)
-    budget = int(0.8 * store.plan.plain_peak)
+    budget = int(0.8 * store.graph_plan.plain_peak)
     torch._dynamo.reset()
     model, x, store = planned(Noisy, budget)
     check_same(gradients(model, x, store), wanted)
-    assert store.plan.held < store.plan.plain_held
+    assert store.graph_plan.held < store.graph_plan.plain_held
 
 
 def ladder_without_saved_tensors(step: RegionStep, saved: frozenset[int], others: Any) -> PlanLadder:
@@ -257,7 +257,7 @@ def check_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_same(gradients(model, x, store), wanted)
     names = [event.name for event in profile.events()]
     assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 8
-    assert store.plan.held == 0
+    assert store.graph_plan.held == 0
 
 
 def test_attention_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_inductors_caches_keep_the_plan() -> None:
             store: Any = ActivationStore(model, Auto("5MiB"))
             store.compile()
             check_same(gradients(model, x, store), wanted)
-            plans.append(store.plan)
+            plans.append(store.graph_plan)
         assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     assert plans[0] == plans[1]
     assert plans[0].held < plans[0].plain_held
@@ -338,7 +338,7 @@ def test_no_plan_reads_again_what_the_graph_overwrites() -> None:
         with store:
             loss = model(x).square().sum()
         loss.backward()
-        return [model.center, *(weight.grad for weight in model.parameters())], store.plan
+        return [model.center, *(weight.grad for weight in model.parameters())], store.graph_plan
 
     wanted, whole = step(2**30)
     with pytest.raises(CapacityError) as refused:

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Disk, Window
+from actstore.auto.graph import lossy_modules
 from actstore.compiled import within
 from actstore.compiled.budget.ladder import PlanLadder, Rung
 from actstore.compiled.budget.lossy import LossyModules
@@ -23,7 +24,6 @@ from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.budget.units import cuts_of
 from actstore.errors import CapacityError
 from actstore.plan.profile import Profile, Unit, UnitBytes, UnitFigures
-from actstore.session.graph_controller import lossy_modules
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.budget.test_budget import OUTSIDE_NBYTES, measured
 from tests.compiled.models import BATCHES, Deep, Mlp, error, gradients, make, plain
@@ -86,13 +86,13 @@ def test_eager_steps_measure_then_the_plan_encodes() -> None:
         loss.backward()
         model.zero_grad()
         check_drained(store)
-        compiled_steps += store.plan is not None
+        compiled_steps += store.graph_plan is not None
         if compiled_steps == 2:
             break
     else:
         pytest.fail("the model was not compiled")
     found = gradients(model, x, store)
-    plan = store.plan
+    plan = store.graph_plan
     assert 0 < plan.encoded <= plan.held
     assert 0 < plan.noise <= 0.1
     assert 0 < error(found, wanted) < 0.01
@@ -127,7 +127,7 @@ def test_what_passes_is_what_passes_without_a_loss(name: str) -> None:
             input_gradient(model, x, store)
         return
     check_same(input_gradient(model, x, store), wanted)
-    assert store.plan.encoded > 0
+    assert store.graph_plan.encoded > 0
 
 
 MODULES = {f"blocks.{number}": 1e-6 for number in range(6)}
@@ -164,7 +164,7 @@ def test_without_modules_that_may_lose_gradients_are_bit_for_bit() -> None:
     for noise in ({}, {"blocks.0": None, "head": None}, {"somewhere.else": 0.0}):
         model, x, store = planned(Deep, budget, noise)
         check_same(gradients(model, x, store), wanted)
-        assert store.plan.encoded == store.plan.noise == 0
+        assert store.graph_plan.encoded == store.graph_plan.noise == 0
 
 
 @pytest.mark.usefixtures("encodes_all")
@@ -175,7 +175,7 @@ def test_modules_that_may_not_lose_stay_exact() -> None:
     encoded = {site.site.split("[")[0] for site in store.report().sites if site.decision == "int8"}
     assert {"blocks.1.up", "blocks.2.down"} <= encoded
     assert all(name.startswith("blocks.1") or name in ("blocks.2", "blocks.2.down") for name in encoded)
-    assert store.plan.noise == 2e-6
+    assert store.graph_plan.noise == 2e-6
 
 
 def test_a_state_has_the_noise_and_needs_no_eager_steps() -> None:
@@ -183,31 +183,30 @@ def test_a_state_has_the_noise_and_needs_no_eager_steps() -> None:
     wanted = gradients(model, x, store)
     state = store.state_dict()
     other, _, resumed = planned(Deep, "30MiB", None)
-    assert resumed._controller.eager is not None
+    assert resumed._controller.board is not None
     assert resumed.state_dict() != state
     resumed.load_state_dict(state)
     check_same(gradients(other, x, resumed), wanted)
-    assert resumed.plan == store.plan
+    assert resumed.graph_plan == store.graph_plan
     fresh, _, unmeasured = planned(Deep, "30MiB", None)
     resumed.load_state_dict(unmeasured.state_dict())  # a state without noise changes nothing behind the eager steps
     check_same(gradients(other, x, resumed), wanted)
     again, _, measuring = planned(Deep, "30MiB", None)
     measuring.load_state_dict(unmeasured.state_dict())
-    assert measuring._controller.eager is not None
+    assert measuring._controller.board is not None
     assert fresh is not again
 
 
 def test_a_model_that_is_compiled_again_keeps_what_was_measured() -> None:
     model, x, store = planned(Deep, "30MiB", None)
-    eager = store._controller.eager
     store.compile(backend="aot_eager")
-    assert store._controller.eager is eager
+    assert store._controller.board is not None
     store._controller.resume({"plan": None, "noise": NOISE}, None)
     wanted = gradients(model, x, store)
     torch._dynamo.reset()
     store.compile(backend="aot_eager")
-    assert store._controller.eager is None
-    assert store._controller.lossy.noise == NOISE
+    assert store._controller.board is None
+    assert store._controller.graph.noise == NOISE
     check_same(gradients(model, x, store), wanted)
 
 
@@ -216,7 +215,7 @@ def test_where_eager_steps_do_not_fit_the_plan_is_exact(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "actstore"), pytest.raises(CapacityError, match="compiled model"):
         [gradients(model, x, store) for _ in range(MAX_EAGER_STEPS)]
     assert "the plan of the compiled model will be exact: its noise was not measured: " in caplog.text
-    assert store.plan is None
+    assert store.graph_plan is None
 
 
 class Glued(nn.Module):
@@ -243,7 +242,7 @@ def test_a_plan_has_the_payloads_of_its_own_partition() -> None:
     wanted = gradients(make(Glued)[0], x)
     assert 0 < error(gradients(model, x, store), wanted) < 0.01
     stored = sum(site.stored_bytes for site in store.report().sites if site.decision == "int8")
-    assert stored <= store.plan.encoded <= 1.1 * stored
+    assert stored <= store.graph_plan.encoded <= 1.1 * stored
 
 
 def test_wrong_options_are_refused_before_the_eager_steps() -> None:
@@ -300,7 +299,7 @@ def test_errors_in_eager_steps_leave_nothing() -> None:
             _ = model(x).sum() / (1 // 0)
         check_drained(store)
         gradients(model, x, store)
-    assert store._controller.eager is not None
+    assert store._controller.board is not None
     store.close()
 
 
@@ -357,7 +356,7 @@ def test_inductors_caches_keep_the_plan_and_miss_for_other_modules() -> None:
             for _ in range(2):
                 gradients(model, x, store)
                 check_drained(store)
-            plans.append((counters["aot_autograd"]["autograd_cache_hit"], store.plan))
+            plans.append((counters["aot_autograd"]["autograd_cache_hit"], store.graph_plan))
     assert [hits for hits, _ in plans] == [0, 1, 0]
     assert plans[0][1] == plans[1][1]
     assert plans[0][1].encoded > 0
@@ -372,4 +371,4 @@ def test_a_plan_encodes_and_lets_tensors_wait_in_a_file() -> None:
     for _ in range(3):
         assert 0 <= error(gradients(model, x, store), wanted) < 0.01
         check_drained(store)
-    assert store.plan.predicted_peak <= store.plan.budget
+    assert store.graph_plan.predicted_peak <= store.graph_plan.budget

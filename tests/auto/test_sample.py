@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actstore.auto.turns import MAX_TURNS, calls_at_turns, largest_turns
+from actstore.auto.sample import MAX_TURNS, calls_at_turns, largest_turns
 
 
 def test_calls_grow_and_shrink_with_the_bytes_that_wait():

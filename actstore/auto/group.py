@@ -1,4 +1,4 @@
-"""The controller of one rank of a group that runs one plan.
+"""Decisions of ranks that run one plan.
 
 While steps are measured, each rank waits for the decisions of the next step. The first rank of those with the same
 model, the leader, makes them from the measurements of all. With a plan no rank waits any more: ranks report, the leader
@@ -7,34 +7,101 @@ proposes another plan, all accept it, and they change to it at one step, or none
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
-from actstore.auto.board import Board
-from actstore.auto.joint import JointPlanner
+from actstore.auto.group_planner import GroupPlanner, slowest_links, tightest_wish
+from actstore.auto.group_store import GroupStore
 from actstore.auto.links import measure_links
-from actstore.auto.profiler import Profiler, Sample
-from actstore.auto.saved_plan import SavedPlan, runs_again
-from actstore.auto.slowest import slowest_links, tightest_wish
-from actstore.auto.watch import StepTimes
-from actstore.base.ledger import Ledger
+from actstore.auto.planner import changed, unfit
+from actstore.auto.sample import Sample
+from actstore.auto.steps import Steps
 from actstore.errors import ActstoreError, CapacityError, StateError
-from actstore.model.names import named_modules
 from actstore.model.units import digest_of
-from actstore.plan.build import text_of
 from actstore.plan.plan import Plan
 from actstore.plan.solver.chain import Links
-from actstore.plan.wish import Wish
-from actstore.policy import Rules
+from actstore.plan.values import Wish
 from actstore.store.tierset import TierSet
+
+log = logging.getLogger("actstore")
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """Plan of a state that one rank has loaded.
+
+    Attributes
+    ----------
+    plan : None where the rank cannot run it
+    state : of the controller that saved it; empty without a plan
+    why : the reason why the rank cannot run it
+    """
+
+    plan: Plan | None
+    state: dict[str, Any]
+    why: str
+
+    @classmethod
+    def read(cls, state: dict[str, Any], model: Module, device: torch.device, wish: Wish, ranks: int) -> SavedPlan:
+        """Return the plan of a state, for a rank with these limits in a group of `ranks` ranks."""
+        plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
+        why = unfit(plan, model, device)
+        if not why and state["ranks"] != ranks:
+            why = f"the group has {ranks} ranks, before {state['ranks']}"
+        if not why and (before := Wish(**state["wish"])) != wish:
+            why = changed(before, wish)
+        return cls(None, {}, why) if why else cls(plan, state, "")
+
+    def outline(self) -> dict[str, Any]:
+        """Return what the other ranks need to know of it."""
+        if self.plan is None:
+            return {"plan": "", "step": 0, "plans": False, "why": self.why}
+        text = json.dumps(replace(self.plan, measured=None).to_dict())  # each rank has a measurement of its own
+        digest = sha256(text.encode()).hexdigest()[:16]
+        return {"plan": digest, "step": self.state["step"], "plans": self.state["planner"] is not None, "why": ""}
+
+
+def runs_again(outlines: Mapping[int, dict[str, Any] | None]) -> bool:
+    """Return whether all ranks can run the plan that they have loaded; False where they measure.
+
+    Parameters
+    ----------
+    outlines : by rank, the one that plans first; None where a rank has loaded nothing
+
+    Raises
+    ------
+    StateError : the ranks have loaded different states; the error names two of them
+    """
+    for rank, outline in outlines.items():
+        if outline is not None and outline["why"]:
+            log.warning("Auto(group): the group measures again, because of rank %d: %s", rank, outline["why"])
+            return False
+    (leader, wanted), *others = outlines.items()
+    for rank, outline in others:
+        if _named(outline) != _named(wanted):
+            raise StateError(
+                f"load_state_dict(): rank {rank} has loaded {_named(outline)}, and rank {leader} {_named(wanted)}. "
+                "Load the states of one checkpoint on all ranks, or on none.",
+                ranks=[leader, rank],
+            )
+    if wanted is not None and not wanted["plans"]:
+        log.warning("Auto(group): the group measures again: rank %d has loaded the state of another rank", leader)
+        return False
+    return wanted is not None
+
+
+def _named(outline: dict[str, Any] | None) -> str:
+    return "no state" if outline is None else f"plan {outline['plan']} of step {outline['step']}"
+
 
 log = logging.getLogger("actstore")
 
@@ -42,31 +109,21 @@ ROUND_STEPS = 16  # from a report to the change of plans; in between, at these s
 PROPOSE_STEP, ACCEPT_STEP, CONFIRM_STEP = 4, 8, 12
 
 
-class AgreedController:
-    """The policy of one store, step by step, agreed with the stores of the other ranks. Not thread-safe.
-
-    Attributes
-    ----------
-    plan : the plan that runs; None while steps are measured
+class GroupBoard:
+    """The board of ranks that run one plan: a rank's part in what all decide.
 
     Parameters
     ----------
-    board : of the group
-    sets_window : whether the plan sets the engine's window
+    shared : the values that the ranks write for each other
     """
 
-    name = "auto"
+    measures = True
 
-    def __init__(self, model: Module, ledger: Ledger, wish: Wish, board: Board, *, sets_window: bool) -> None:
-        self.plan: Plan | None = None
-        self.profiler = Profiler(model, ledger)
-        self._model, self._ledger, self._wish, self._board = model, ledger, wish, board
+    def __init__(self, steps: Steps, wish: Wish, shared: GroupStore) -> None:
+        self._steps, self._wish, self._shared = steps, wish, shared
         self._loaded: SavedPlan | None = None  # that this rank has loaded, until the ranks have met
-        self._sets_window = sets_window
-        ledger.budget.set(wish.device)
-        self._modules = named_modules(model)
-        self._place: TierSet | None = None
-        self._planner: JointPlanner | None = None  # of the leader
+        steps.ledger.budget.set(wish.device)
+        self._planner: GroupPlanner | None = None  # of the leader
         self._links: Links | None = None
         self._epoch = 0  # number of the model's structure
         self._peers: list[int] = []  # ranks with the same model, the leader first
@@ -76,40 +133,30 @@ class AgreedController:
         self._next: Plan | None = None  # proposed for the end of the round
         self._stayed: Plan | None = None  # the leader's last proposal, which not all ranks accepted in time
         self._broken: Callable[[], Exception] | None = None  # why the group agrees no more
-        self._decisions: dict[str, str] = {}
-        self._rules = Rules.parse(text_of({}))
-        self._times = StepTimes()
         self._forget()
 
-    @property
-    def gauge(self) -> Profiler:
-        """The profiler that measures the store's own work."""
-        return self.profiler
+    # -- the controller's calls ---------------------------------------------------------------------------------------
 
-    # -- the session's calls ------------------------------------------------------------------------------------------
-
-    def next(self, place: TierSet, modules: Iterable[tuple[str, Module]]) -> Rules:
-        """Return the policy of the step that begins now. An evaluation runs as the last step did.
+    def next(self, sample: Sample | None, modules: Iterable[tuple[str, Module]]) -> None:
+        """Decide the step that begins now. An evaluation runs as the last step did.
 
         Raises
         ------
         CapacityError : no plan fits into the budget of the ranks; the error names the least possible
         StateError : a rank is missing in a step that measures; the error names it
         """
-        self._place = place
-        self._note(self.profiler.finish())
+        self._note(sample)
         if not torch.is_grad_enabled():
-            return self._rules
-        found = list(modules)
-        if found != self._modules:
-            self._modules = found
+            return
+        if self._steps.have_changed(modules):
             self._start_again()
         self._step += 1
-        if self.plan is None:
-            self._measure(place)
+        plan = self._steps.plan
+        if plan is None:
+            self._measure()
         elif self._broken is None:
             try:
-                self._agree(place, self.plan)
+                self._agree(plan)
             except (RuntimeError, ActstoreError) as error:
                 if self._next is not None:  # the other ranks may run it
                     raise StateError(
@@ -121,9 +168,11 @@ class AgreedController:
                     f"Auto(group): step {self._step}: the ranks cannot agree on another plan: {error}. "
                     "This rank keeps the plan that it has.",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=6,
                 )
-        return self._rules
+
+    def begin(self) -> None:
+        """Begin the step."""
 
     def close(self) -> None:
         """End the measurements, as the store is closed."""
@@ -132,19 +181,20 @@ class AgreedController:
 
     def state(self) -> dict[str, Any]:
         """Return what `resume` takes, as JSON values."""
-        if self.plan is None:
+        plan = self._steps.plan
+        if plan is None:
             return {"plan": None}
         return {
-            "plan": self.plan.to_dict(),
+            "plan": plan.to_dict(),
             "step": self._step,
             "wish": asdict(self._wish),
-            "ranks": len(self._board.ranks),
-            "times": self._times.state(),
+            "ranks": len(self._shared.ranks),
+            "times": self._steps.times.state(),
             "planner": None if self._planner is None else self._planner.state(),
         }
 
     def resume(self, state: dict[str, Any], place: TierSet) -> str:
-        """Go on as the controller that gave the state, if all ranks have its plan when they enter their stores again.
+        """Go on as the board that gave the state, if all ranks have its plan when they enter their stores again.
 
         Returns
         -------
@@ -152,33 +202,17 @@ class AgreedController:
         """
         if self._step:
             self._start_again()
-        self.profiler.cancel()
-        device, ranks = place.device.torch_device, len(self._board.ranks)
-        self._loaded = SavedPlan.read(state, self._model, device, self._wish, ranks)
+        self._steps.profiler.cancel()
+        device, ranks = place.device.torch_device, len(self._shared.ranks)
+        self._loaded = SavedPlan.read(state, self._steps.model, device, self._wish, ranks)
         return self._loaded.why and f"{self._loaded.why}: the group measures again"
-
-    def watching(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return the pack hook of an entry, given the store's own: this policy leaves it as it is."""
-        return pack
-
-    def begin(self) -> None:
-        """Begin the step, and measure it where the group needs that."""
-        if not torch.is_grad_enabled():
-            return
-        if self.plan is not None:
-            self._times.begin()
-        if self._times.wanted:
-            assert self._place is not None
-            self.profiler.begin(self._place.device, self._decisions)
 
     def end_forward(self, error: BaseException | None) -> None:
         """End the forward, which may have failed with `error`: the other ranks can read that."""
         if error is None:
-            self.profiler.end_forward()
             return
-        self.profiler.cancel()
         try:
-            self._board.put(self._key("failed", self._board.rank), f"{type(error).__name__} in step {self._step}")
+            self._shared.put(self._key("failed", self._shared.rank), f"{type(error).__name__} in step {self._step}")
         except RuntimeError as unreachable:
             log.warning("the other ranks cannot be told of an error: %s", unreachable)
 
@@ -190,48 +224,46 @@ class AgreedController:
 
     def _note(self, sample: Sample | None) -> None:
         """Note the step that has ended."""
-        self._peak = max(self._peak, self._ledger.peak)
-        self._saved = max(self._saved, sum(account.saved for account in self._ledger.accounts()))
-        if sample is None or not sample.backward:  # an evaluation
+        self._peak = max(self._peak, self._steps.ledger.peak)
+        self._saved = max(self._saved, sum(account.saved for account in self._steps.ledger.accounts()))
+        if sample is None:
             return
         self._samples[str(self._step)] = asdict(sample)
-        if self.plan is not None:
-            step = self._times.add(sample, lambda _: 1.0)
-            before = 0.0 if self.plan.measured is None else self.plan.measured.peak
-            self.plan = self.plan.run(step, max(self._peak, before))
+        if (plan := self._steps.plan) is not None:
+            step = self._steps.times.add(sample, lambda _: 1.0)
+            before = 0.0 if plan.measured is None else plan.measured.peak
+            self._steps.plan = plan._ran(step, max(self._peak, before))
 
     def _report(self) -> dict[str, Any]:
         """Return the report of the steps since the last one."""
         values = {"samples": self._samples, "peak": self._peak, "saved": self._saved}
         self._forget()
-        bound = sorted(self.profiler.separability.bound)
-        return {**values, "writers": sorted(self.profiler.writers), "bound": bound}
+        bound = sorted(self._steps.profiler.separability.bound)
+        return {**values, "writers": sorted(self._steps.profiler.writers), "bound": bound}
 
     def _start_again(self) -> None:
         """Measure again from the first step on, as the model's modules have changed on all ranks."""
         self.close()
-        self.profiler.look()
+        self._steps.forget()
         self._epoch += 1
-        self._peers, self._planner, self.plan, self._next, self._step = [], None, None, None, 0
-        self._stayed = None
+        self._peers, self._planner, self._next, self._stayed, self._step = [], None, None, None, 0
         self._forget()
-        self._times.clear()
 
     # -- steps that measure: ranks wait for each other ----------------------------------------------------------------
 
     def _key(self, what: str, *numbers: int) -> str:
         return "/".join([str(self._epoch), what, *map(str, numbers)])
 
-    def _measure(self, place: TierSet) -> None:
+    def _measure(self) -> None:
         """Run the next step that measures, or the first plan, as the leader settles it."""
         if self._broken is not None:
             raise self._broken()
         try:
             if not self._peers:
-                self._meet(place)
-                if self.plan is not None:
+                self._meet()
+                if self._steps.plan is not None:
                     return
-            self._follow(self._settled(place))
+            self._follow(self._settled())
         except ActstoreError as error:
             self._broken = partial(type(error), str(error), **error.facts)
             raise
@@ -241,27 +273,27 @@ class AgreedController:
                 "The process that keeps it, mostly that of rank 0, has ended: start all ranks again."
             ) from error
 
-    def _meet(self, place: TierSet) -> None:
+    def _meet(self) -> None:
         """Share limits and links with all ranks of the group, and find those with the same model."""
-        board = self._board
+        shared = self._shared
         if self._links is None:
-            self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+            self._links = measure_links(self._steps.place, host=self._wish.host != 0, disk=self._wish.disk != 0)
         mine: dict[str, Any] = {
-            "model": digest_of(self._model),
+            "model": digest_of(self._steps.model),
             "wish": asdict(self._wish),
             "links": asdict(self._links),
             "saved": None if self._loaded is None else self._loaded.outline(),
         }
-        board.put(self._key("hello", board.rank), mine)
-        names = [self._key("hello", rank) for rank in board.ranks]
-        self._settle("met", lambda: {"met": True} if board.has(names) else None, "hello", board.ranks)
-        hellos = dict(zip(board.ranks, map(board.read, names), strict=True))
+        shared.put(self._key("hello", shared.rank), mine)
+        names = [self._key("hello", rank) for rank in shared.ranks]
+        self._settle("met", lambda: {"met": True} if shared.has(names) else None, "hello", shared.ranks)
+        hellos = dict(zip(shared.ranks, map(shared.read, names), strict=True))
         self._peers = [rank for rank, hello in hellos.items() if hello["model"] == mine["model"]]
         wish = tightest_wish([Wish(**hellos[rank]["wish"]) for rank in self._peers])
-        self._ledger.budget.set(wish.device)
-        if self._peers[0] == board.rank:
+        self._steps.ledger.budget.set(wish.device)
+        if self._peers[0] == shared.rank:
             links = slowest_links([Links(**hellos[rank]["links"]) for rank in self._peers])
-            self._planner = JointPlanner(self._model, self.profiler, wish, links)
+            self._planner = GroupPlanner(self._steps.model, self._steps.profiler, wish, links)
         if runs_again({rank: hellos[rank]["saved"] for rank in self._peers}):
             self._take_over()
         self._loaded = None
@@ -274,27 +306,27 @@ class AgreedController:
         if self._planner is not None:
             self._planner.resume(state["planner"])
         self._run(self._loaded.plan)
-        self._times.resume(state["times"])
+        self._steps.times.resume(state["times"])
 
-    def _settled(self, place: TierSet) -> dict[str, Any]:
+    def _settled(self) -> dict[str, Any]:
         """Return what the leader settles for this step, from the measurements of all."""
-        board, leader = self._board, self._peers[0]
+        shared, leader = self._shared, self._peers[0]
         names = [self._key("measured", self._step, rank) for rank in self._peers]
-        board.put(self._key("measured", self._step, board.rank), self._report())
+        shared.put(self._key("measured", self._step, shared.rank), self._report())
 
         def find() -> Any:
             if self._planner is None:
-                return board.read(self._key("step", leader, self._step))
-            return self._proposal(self._planner, place, names) if board.has(names) else None
+                return shared.read(self._key("step", leader, self._step))
+            return self._proposal(self._planner, names) if shared.has(names) else None
 
         settled = self._settle(f"step/{leader}/{self._step}", find, f"measured/{self._step}", self._peers)
         if self._planner is not None:  # all ranks have read what was settled for the step before
-            board.drop([*names, self._key("step", leader, self._step - 1)])
+            shared.drop([*names, self._key("step", leader, self._step - 1)])
         return settled
 
-    def _proposal(self, planner: JointPlanner, place: TierSet, names: list[str]) -> dict[str, Any]:
+    def _proposal(self, planner: GroupPlanner, names: list[str]) -> dict[str, Any]:
         try:
-            proposed = planner.propose(place, [self._board.read(name) for name in names])
+            proposed = planner.propose(self._steps.place, [self._shared.read(name) for name in names])
         except Exception as error:
             self._error = error
             least = error.facts.get("least") if isinstance(error, CapacityError) else None
@@ -312,13 +344,13 @@ class AgreedController:
         ------
         StateError : ranks were missing for `wait_s` seconds; all ranks that come here raise it
         """
-        board, name = self._board, f"{self._epoch}/{name}"
-        found = board.wait(find)
+        shared, name = self._shared, f"{self._epoch}/{name}"
+        found = shared.wait(find)
         if found is None:
-            late = [rank for rank in ranks if not board.has([f"{self._epoch}/{sent}/{rank}"])]
+            late = [rank for rank in ranks if not shared.has([f"{self._epoch}/{sent}/{rank}"])]
             if not late:  # the leader has all, and plans
-                found, late = board.wait(find), ranks[:1]
-        settled: dict[str, Any] = board.settle(name, found if found is not None else {"late": late})
+                found, late = shared.wait(find), ranks[:1]
+        settled: dict[str, Any] = shared.settle(name, found if found is not None else {"late": late})
         if "late" not in settled:
             return settled
         who = ", ".join(map(self._described, settled["late"]))
@@ -331,7 +363,7 @@ class AgreedController:
         )
 
     def _described(self, rank: int) -> str:
-        failed = self._board.read(self._key("failed", rank))
+        failed = self._shared.read(self._key("failed", rank))
         return f"{rank} ({failed})" if failed else str(rank)
 
     def _follow(self, settled: dict[str, Any]) -> None:
@@ -345,52 +377,42 @@ class AgreedController:
         if "plan" in settled:
             self._run(Plan.from_dict(settled["plan"]))
         else:
-            self._use(settled["decisions"])
+            self._steps.use(settled["decisions"])
 
     # -- steps of a plan: no rank waits -------------------------------------------------------------------------------
 
-    def _agree(self, place: TierSet, plan: Plan) -> None:
+    def _agree(self, plan: Plan) -> None:
         """Do this rank's part at this step of a round."""
-        board, (number, step) = self._board, divmod(self._step - self._since, ROUND_STEPS)
+        shared, (number, step) = self._shared, divmod(self._step - self._since, ROUND_STEPS)
         before, now = (self._key("round", self._peers[0], self._plans, n) for n in (number - 1, number))
         reports, accepts = ([f"{now}/{what}/{rank}" for rank in self._peers] for what in ("report", "accepts"))
-        mine = self._peers.index(board.rank)
+        mine = self._peers.index(shared.rank)
         if step == 0:
             proposed = self._next
-            changes = proposed is not None and board.settle(f"{before}/end", "stay") == "go"
+            changes = proposed is not None and shared.settle(f"{before}/end", "stay") == "go"
             self._stayed, self._next = proposed, None
             if proposed is not None and changes:
                 self._run(proposed)
                 return
-            board.put(reports[mine], self._report())
+            shared.put(reports[mine], self._report())
         elif self._planner is None:
-            if step == ACCEPT_STEP and (values := board.read(f"{now}/plan")) is not None:
+            if step == ACCEPT_STEP and (values := shared.read(f"{now}/plan")) is not None:
                 self._next = Plan.from_dict(values)
-                board.put(accepts[mine], True)
-        elif step == PROPOSE_STEP and board.has(reports):
-            self._next = self._stayed or self._planner.review(place, plan, [board.read(name) for name in reports])
+                shared.put(accepts[mine], True)
+        elif step == PROPOSE_STEP and shared.has(reports):
+            found = [shared.read(name) for name in reports]
+            self._next = self._stayed or self._planner.review(self._steps.place, plan, found)
             if self._next is not None:
-                board.put(f"{now}/plan", self._next.to_dict())
-            board.drop([*reports, f"{before}/plan", f"{before}/end", *(f"{before}/accepts/{r}" for r in self._peers)])
-        elif step == CONFIRM_STEP and self._next is not None and board.has(accepts[1:]):
-            board.settle(f"{now}/end", "go")
-
-    # -- decisions ----------------------------------------------------------------------------------------------------
-
-    def _use(self, decisions: dict[str, str]) -> None:
-        self._decisions = decisions
-        self._rules = Rules.parse(text_of(decisions))
+                shared.put(f"{now}/plan", self._next.to_dict())
+            shared.drop([*reports, f"{before}/plan", f"{before}/end", *(f"{before}/accepts/{r}" for r in self._peers)])
+        elif step == CONFIRM_STEP and self._next is not None and shared.has(accepts[1:]):
+            shared.settle(f"{now}/end", "go")
 
     def _run(self, plan: Plan) -> None:
         """Run a plan from this step on."""
-        assert self._place is not None
-        self.plan, self._since = plan, self._step
+        self._steps.run(plan)
+        self._since = self._step
         self._plans += 1
         self._stayed = None
-        self._use(plan.decisions)
-        self._ledger.budget.set(max(plan.budget, int(plan.predicted.peak)))
-        if plan.window is not None and self._sets_window:
-            self._place.engine.resize(plan.window)
         self._forget()
-        self._times.clear()
         log.info("plan of the group from step %d on: %s", self._step, plan.certificate)

@@ -15,19 +15,19 @@ T = TypeVar("T")
 
 MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 0.05
 
-_made = Counter[str]()  # boards of this process, by the ranks of their group
+_opened = Counter[str]()  # stores of this process, by the ranks of their group
 
 
-class Board:
-    """Values by name, in the key-value store with which the process group was initialised.
+class GroupStore:
+    """Values by name, in the key-value store with which the process group was initialized.
 
-    No call is a collective: none needs another rank to make one. The n-th boards that the ranks of a group make
-    are the same board.
+    No call is a collective: none needs another rank to make one. The n-th stores that the ranks of a group make are the
+    same store.
 
     Parameters
     ----------
-    group : the process group; all of its ranks make the board
-    wait_s : the most seconds that `wait` waits
+    group : the process group; all of its ranks make the store
+    wait_s : timeout of `wait` in seconds
 
     Attributes
     ----------
@@ -43,8 +43,8 @@ class Board:
         self._wait_s = wait_s
         name = "-".join(map(str, self.ranks))
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store from start to start
-        self._store = PrefixStore(f"actstore/{start}/{name}/{_made[name]}", _get_default_store())
-        _made[name] += 1
+        self._store = PrefixStore(f"actstore/{start}/{name}/{_opened[name]}", _get_default_store())
+        _opened[name] += 1
 
     def put(self, name: str, value: Any) -> None:
         """Write a value."""
