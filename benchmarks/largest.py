@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.bench.environment import environment
-from actstore.bench.meter import peak_rss_bytes
+from actstore.bench.memory import peak_rss_bytes
 from actstore.bench.peers import rows as rows_
 from actstore.bench.peers.rows import Row
 from actstore.bench.result import RowResult, subject

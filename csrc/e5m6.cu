@@ -72,7 +72,7 @@ __device__ void e5m6_encode(const typename T::bits* __restrict__ src, u8* __rest
             if (part.at + i < part.numel) words[i / PER_WORD] |= u32(src[part.at + i]) << (i % PER_WORD * 16);
     }
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) {  // the zeros behind the last element have code 0
+    for (int i = 0; i < RUN; ++i) {  // the zeros after the last element have code 0
         const u32 code = Coded<T>::template code<KEEP>(typename T::bits(words[i / PER_WORD] >> (i % PER_WORD * 16)));
         high[i / 4] |= code >> 4 << (i % 4 * 8);
         low[i / 8] |= (code & 15) << (i % 8 * 4);

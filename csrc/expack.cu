@@ -114,7 +114,7 @@ __device__ void expack_measure(const typename T::bits* __restrict__ src, const P
     payload.descriptors()[tile.index] = descriptor.word;
 }
 
-// Writes the exponents that are in no window behind the planes, with zeros up to a multiple of 16 bytes.
+// Writes the exponents that are in no window after the planes, with zeros up to a multiple of 16 bytes.
 __device__ inline void write_escapes(u8* escapes, const u32* words, u32 escaped, int lane) {
     const int mine = __popc(escaped), up_to = warp_scan(mine, lane);
     u8* next = escapes + up_to - mine;

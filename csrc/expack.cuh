@@ -81,7 +81,7 @@ struct Half {
 template <class T>
 using PayloadOf = Payload<sizeof(typename T::bits) == 4, T::PLANES>;
 
-// The upper halves of a lane's elements, in pairs, and for float32 the lower ones; 0 behind the last element.
+// The upper halves of a lane's elements, in pairs, and for float32 the lower ones; 0 after the last element.
 template <class T>
 __device__ void load_pairs(const typename T::bits* __restrict__ src, const Tile& tile, u32* upper, u32* lower) {
     constexpr int WORDS = sizeof(typename T::bits) * OWNED / 4;

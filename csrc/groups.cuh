@@ -1,6 +1,6 @@
 #pragma once
 // Codecs of groups: each thread owns 32 elements of one group of 32 << shift, so that a group is a team of 1 << shift
-// neighbouring lanes. The elements come in runs of 16: run `u` of lane `l` is run `u << shift | l` of the group, so
+// neighboring lanes. The elements come in runs of 16: run `u` of lane `l` is run `u << shift | l` of the group, so
 // that a team reads and writes consecutive sectors. All threads stay to the end: the shuffles name all lanes.
 #include "rotation.cuh"
 
@@ -32,7 +32,7 @@ struct Part {
     __device__ i64 groups() const { return (numel + (i64(OWNED) << shift) - 1) / (i64(OWNED) << shift); }
 };
 
-// The 32 elements of a thread; 0 behind the last element. A source of rotated elements rotates them.
+// The 32 elements of a thread; 0 after the last element. A source of rotated elements rotates them.
 template <class T>
 __device__ void load_part(const typename T::bits* __restrict__ src, const Part& part, float* values) {
     constexpr int PER_WORD = 4 / sizeof(typename T::bits);
@@ -86,7 +86,7 @@ __device__ void store_run(typename T::bits* __restrict__ dst, const Part& part, 
     }
 }
 
-// The codes behind the last element must be 0: they are the padding up to the next section.
+// The codes after the last element must be 0: they are the padding up to the next section.
 __device__ inline void store_codes(u8* __restrict__ payload, const Part& part, int u, const u32* words) {
     const i64 at = part.run(u);
     if (part.full) {

@@ -4,14 +4,14 @@
 
 constexpr int THREADS = 256;
 constexpr int BLOCK_COLUMNS = 64;
-constexpr int COLUMNS = 8;  // neighbouring columns of a thread that encodes
+constexpr int COLUMNS = 8;  // neighboring columns of a thread that encodes
 constexpr int COLUMN_LANES = BLOCK_COLUMNS / COLUMNS;
 constexpr int SLOTS = THREADS / COLUMN_LANES;
 constexpr int ROWS = OWNED / COLUMNS;  // rows of a thread in registers
 constexpr int WARPS = 8;
 constexpr i64 CHUNK = i64(SLOTS) * ROWS;  // rows of a block in registers
 
-// The work of a block of threads: 64 columns of one group of rows. Each thread owns COLUMNS neighbouring columns of
+// The work of a block of threads: 64 columns of one group of rows. Each thread owns COLUMNS neighboring columns of
 // rows slot, slot + SLOTS, ...
 template <int COLUMNS>
 struct Tile {
@@ -52,7 +52,7 @@ __device__ inline u64 noise_bytes(i64 at, u64 key) {
 
 __device__ inline float noise_at(u64 bytes, int i) { return noise_offset(u32(bytes >> (i / 4 * 32)), i % 4); }
 
-// 8 elements of a row; 0 behind the last element.
+// 8 elements of a row; 0 after the last element.
 template <class T>
 __device__ void load_columns(const typename T::bits* __restrict__ src, const Tile<COLUMNS>& tile, bool wide,
                              float* values) {
@@ -73,7 +73,7 @@ __device__ void load_columns(const typename T::bits* __restrict__ src, const Til
     }
 }
 
-// The elements of a thread in `CHUNK` rows: 0 behind the last row or column, and for elements that are not finite, with
+// The elements of a thread in `CHUNK` rows: 0 after the last row or column, and for elements that are not finite, with
 // a bit for each of the latter.
 template <class T>
 __device__ u32 load_rows(const typename T::bits* __restrict__ src, const Tile<COLUMNS>& tile, i64 chunk, bool wide,

@@ -41,7 +41,7 @@ struct UInt8 {
     using bits = u8;
 };
 
-// The lane's elements; behind the last one the first element of the tile.
+// The lane's elements; after the last one the first element of the tile.
 template <class T>
 __device__ void load_owned(const typename T::bits* __restrict__ src, const Tile& tile, typename T::bits* elements) {
     using Bits = typename T::bits;

@@ -69,7 +69,7 @@ __device__ inline float value_of(u32 code) {
     return d ? upper : lower;
 }
 
-// The position of a code in the word of its eight neighbours.
+// The position of a code in the word of its eight neighbors.
 template <bool BNB>
 __device__ constexpr int place(int index) {
     return index % 8 * 4 ^ (BNB ? 4 : 0);

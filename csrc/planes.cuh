@@ -1,5 +1,5 @@
 #pragma once
-// Tiles of 1024 elements as bit planes. A warp owns a tile, a lane 32 neighbouring elements: 8 words of 4 bytes, or,
+// Tiles of 1024 elements as bit planes. A warp owns a tile, a lane 32 neighboring elements: 8 words of 4 bytes, or,
 // transposed, 8 planes, whose bit `i` belongs to element `i`. All lanes of a tile that exists stay to the end.
 #include "common.cuh"
 
@@ -32,8 +32,8 @@ struct Tile {
     __device__ int count() const { return int(min(i64(TILE), numel - index * TILE)); }
 };
 
-// Writes a whole tile of `WORDS` words a lane. They cross the warp in shared memory, so that neighbouring lanes write
-// neighbouring vectors, 128 bytes and more.
+// Writes a whole tile of `WORDS` words a lane. They cross the warp in shared memory, so that neighboring lanes write
+// neighboring vectors, 128 bytes and more.
 template <int WORDS>
 __device__ void store_tile(void* tile, const u32* words, int lane) {
     constexpr int VECTORS = WORDS / 4, AT_ONCE = VECTORS < 8 ? VECTORS : 8;  // of a lane

@@ -3,7 +3,7 @@
 
 constexpr int RAW_THREAD_NBYTES = 64;
 
-// A block copies blockDim.x * 64 consecutive bytes, in units of V, neighbouring threads neighbouring units.
+// A block copies blockDim.x * 64 consecutive bytes, in units of V, neighboring threads neighboring units.
 template <class V>
 __device__ void copy_units(const u8* __restrict__ src, u8* __restrict__ dst, i64 nbytes) {
     constexpr int UNITS = RAW_THREAD_NBYTES / sizeof(V);

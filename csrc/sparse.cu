@@ -41,7 +41,7 @@ __device__ inline u32 sum_below(u32 value, int lane, u32* all) {
     return sum - value;
 }
 
-// The 32 elements of a lane; 0 behind the last element.
+// The 32 elements of a lane; 0 after the last element.
 template <class T>
 __device__ void load_word(const T* __restrict__ src, const Tile& tile, T* elements) {
     constexpr int PER_VECTOR = 16 / sizeof(T), BITS = 8 * sizeof(T);
@@ -73,7 +73,7 @@ __device__ inline void store_start(u64* __restrict__ starts, const Tile& tile, u
 }
 
 // Writes the elements of a tile whose bits are set from values[start] on: word by word into shared memory, and from
-// there whole vectors. Elements of 8 bytes go word by word, neighbouring lanes to neighbouring places.
+// there whole vectors. Elements of 8 bytes go word by word, neighboring lanes to neighboring places.
 template <class T>
 __device__ void store_kept(const T* __restrict__ src, T* __restrict__ values, const Tile& tile, u32 mask, u64 start) {
     constexpr int PER_VECTOR = 16 / sizeof(T), ROOM = sizeof(T) < 8 ? TILE + PER_VECTOR : 1;
@@ -168,7 +168,7 @@ __device__ void compact(const T* __restrict__ src, const u32* __restrict__ masks
     store_kept(src, values, tile, mask, start);
 }
 
-// A lane writes a word of neighbouring elements at once, and reads those of several before.
+// A lane writes a word of neighboring elements at once, and reads those of several before.
 template <class T, bool FULL>
 __device__ void expand_tile(const T* __restrict__ values, T* __restrict__ dst, const Tile& tile, u32 mask) {
     constexpr int PER_WORD = sizeof(T) < 4 ? 4 / sizeof(T) : 1, AHEAD = 8 / PER_WORD;

@@ -67,7 +67,7 @@ __device__ void with_vectors(i64 given, i64 numel, u64 key, const typename T::bi
         body(Vectors<T, OWNED, false>{given, numel, first, lane, signs});
 }
 
-// The codes of a vector, `WIDTH` bits each, side by side; 0 behind the last element.
+// The codes of a vector, `WIDTH` bits each, side by side; 0 after the last element.
 template <int WIDTH, int NUMEL>
 struct VectorCodes {
     static constexpr int BITS = WIDTH * NUMEL;
@@ -107,7 +107,7 @@ struct VectorCodes<0, NUMEL> {
     __device__ void load(const u8*, const V&, int) {}
 };
 
-// The random bytes of the vectors of a lane. A block of Philox has those of `PIECES` vectors, which neighbouring lanes
+// The random bytes of the vectors of a lane. A block of Philox has those of `PIECES` vectors, which neighboring lanes
 // have at the same `k`: each lane draws that of another `k`, and they exchange the words.
 template <class V>
 struct VectorNoise {

@@ -14,7 +14,7 @@ POLICY = "@blocks/@collective : raw @ host; @blocks : recompute"
 
 
 def exchange(x, give, get):
-    """Give each rank its part of dimension `give`, and get all of dimension `get`, of which each rank has a part."""
+    """Give each rank its part of dimension `give`, and get all of dimension `get`, which was split over ranks."""
     each = [1] * dist.get_world_size()
     parts = torch.stack(x.chunk(len(each), give))
     return torch.cat(list(all_to_all_single_autograd(parts, each, each, dist.group.WORLD)), get)

@@ -22,7 +22,7 @@ from actstore.base.layout import layout_of
 from actstore.kernels.base import storage_slice
 
 MEASURED_NUMEL = 2**20  # most elements of a payload that are measured,
-MEASURED_RUNS = 64  # in so many evenly spaced runs, for a larger payload
+MEASURED_RUNS = 64  # evenly spaced runs of a larger payload
 RUN_NUMEL = MEASURED_NUMEL // MEASURED_RUNS
 RUNS_AT_ONCE = {"cpu": 1}  # by device type: few, to stay in the cache and take little memory,
 ACCELERATOR_RUNS_AT_ONCE = 16  # and on an accelerator
@@ -69,7 +69,7 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
 
 
 def scratch_nbytes(x: Tensor) -> int:
-    """Return the most bytes that `measure` needs beside its arguments, where these are dense."""
+    """Return the peak memory of `measure`, without its arguments, where these are dense."""
     return 4 * SCRATCH_FLOATS * min(x.numel(), RUN_NUMEL * _at_once(x))
 
 

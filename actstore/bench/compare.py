@@ -24,9 +24,9 @@ def compare(
     old: Annotated[Path, typer.Argument(help="The baseline: a result of actstore bench (--json).")],
     new: Annotated[Path, typer.Argument(help="The result to compare with it.")],
     fail_above: Annotated[
-        str, typer.Option(help="Exit with 1 where time or held bytes of a row grew by more, such as 5%.")
+        str, typer.Option(help="Exit with 1 if time or held bytes of a row grew by more than this, such as 5%.")
     ] = "",
-    anyway: Annotated[bool, typer.Option(help="Compare results of unlike machines or jobs, too.")] = False,
+    anyway: Annotated[bool, typer.Option(help="Compare results of different machines or jobs, too.")] = False,
 ) -> None:
     """Compare two results row by row: time and held bytes, and whether a difference is more than noise."""
     limit = parse_limit(fail_above)
@@ -140,7 +140,7 @@ def _mib(nbytes: int | None) -> str:
 
 def _legend(limit: float) -> str:
     return (
-        "times plain: median over pairs of neighbouring steps. 95 % of it: of the changes of resampled pairs.\n"
+        "times plain: median over pairs of neighboring steps. 95 % of it: of the changes of resampled pairs.\n"
         f"worse: all these are above {_percent(limit)}, held grew by as much, a row lost exactness, or it fails.\n"
         "noise?: the middle is above, not all. What happens to be on its way to a tier, up to 10 % of what is\n"
         "saved, does not count as held."

@@ -69,7 +69,7 @@ def _gelu(shape: Shape, generator: Generator) -> Tensor:
 
 
 def _relu(shape: Shape, generator: Generator) -> Tensor:
-    """Draw Gaussian values behind a ReLU: half of them are zero."""
+    """Draw Gaussian values after a ReLU: half of them are zero."""
     return _gaussian(shape, generator).relu_()
 
 
@@ -82,7 +82,7 @@ def _constant(shape: Shape, generator: Generator) -> Tensor:
 
 
 def _sparse(shape: Shape, generator: Generator) -> Tensor:
-    """Draw Gaussian values of which nine in ten are zero."""
+    """Draw Gaussian values, nine in ten of them zero."""
     kept = torch.rand(tuple(shape), generator=generator, device=generator.device) < 0.1
     return _gaussian(shape, generator) * kept
 

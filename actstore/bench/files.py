@@ -9,7 +9,7 @@ from actstore.errors import ConfigError
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Check that the file can be written, before the run. Leaves no file behind.
+    """Check that the file can be written, before the run. It leaves no new file.
 
     Raises
     ------

@@ -25,7 +25,7 @@ class RowResult:
     ----------
     name, kind, policy : as in Row; kind is plain, peer or ours
     step_ms : median over the timed steps, forward to optimizer
-    ratio : median over pairs of neighbouring steps of this row's time to plain's
+    ratio : median over pairs of neighboring steps of this row's time to plain's
     saved_bytes : bytes that plain autograd holds at the end of forward, each storage once, without parameters
     held_bytes : held on the compute device at the end of forward
     peak_held_bytes, stored_bytes : peak of held_bytes over the step, and bytes of the payloads; kind ours only
@@ -76,7 +76,7 @@ class RowResult:
 
     @property
     def pairs(self) -> list[float]:
-        """Times of the steps as multiples of the neighbouring plain steps."""
+        """Times of the steps as multiples of the neighboring plain steps."""
         return _pairs(self.step_samples_ms, self.plain_samples_ms)
 
     @property
@@ -125,7 +125,7 @@ class Duel:
 
     @property
     def pairs(self) -> list[float]:
-        """Times of actstore's steps as multiples of the neighbouring steps of the peer."""
+        """Times of actstore's steps as multiples of the neighboring steps of the peer."""
         return _pairs(self.ours_ms, self.peer_ms)
 
 
@@ -152,7 +152,7 @@ class Result:
     def busy(self) -> tuple[float, float] | None:
         """Quartiles of plain's step times in milliseconds, where their distance shows that the machine was busy.
 
-        A busy machine distorts medians of step times, not ratios of neighbouring steps.
+        A busy machine distorts medians of step times, not ratios of neighboring steps.
         """
         samples = self.rows[0].step_samples_ms if self.rows else []
         if len(samples) < BUSY_SAMPLES:

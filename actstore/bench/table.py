@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from actstore.bench.comparison import versus
 from actstore.bench.result import Result, RowResult
-from actstore.bench.versus import versus
 
 MIB = 2**20
 DUELS = "Each peer, and the fastest row of ours that holds no more and is as exact:"
@@ -117,7 +117,7 @@ def _legend(result: Result) -> str:
     more = "" if cuda else ",\n      and what the C allocator keeps of freed blocks, unless actstore's is in its place"
     same = "" if cuda else " On a CPU host memory is that device."
     return (
-        f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighbouring steps,\n"
+        f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighboring steps,\n"
         "± half of the distance between their quartiles.\n"
         "saved: what plain autograd would hold, each storage once, parameters excluded.\n"
         f"held: on the compute device at the end of forward; % of saved.{same}\n"

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from actstore.bench import workloads
-from actstore.bench.allocator import Held, count_maps
-from actstore.bench.meter import PeakMeter
+from actstore.bench.memory import Held, PeakMeter, count_maps
 from actstore.bench.peers import Wrap, wrap
 from actstore.bench.peers.census import Census, recorded_gradients
 from actstore.bench.peers.rows import Row

@@ -1,8 +1,7 @@
 """Comparison of a training step with and without a store."""
 
 from actstore.check.gradients import check_gradients
-from actstore.check.lossy import measure_gradient_error
-from actstore.check.lossy_result import GradientDeviation, SiteDeviation, WeightDeviation
+from actstore.check.lossy import GradientDeviation, SiteDeviation, WeightDeviation, measure_gradient_error
 from actstore.check.result import Difference, GradientCheck, TensorComparison
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`check_gradients`: the user's step run plainly and with the store, and their first difference."""
+"""`check_gradients`: the user's step without and with the store, and the first difference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from actstore.check.arguments import read_leaves
 from actstore.check.result import Difference, GradientCheck, TensorComparison, Verdict
-from actstore.check.run import Outcome, Runner, rows
+from actstore.check.run import Outcome, Runner, read_leaves, rows
 from actstore.check.watch import Key, first_difference
 from actstore.errors import ConfigError
 from actstore.policy.decision import policy_text
@@ -30,7 +29,7 @@ def check_gradients(
     tolerance: float = 0.0,
     steps: int = 2,
 ) -> GradientCheck:
-    """Run a training step plainly and with the store, from the same state, and compare all results.
+    """Run a training step without and with the store, from the same state, and compare all results.
 
     Parameters
     ----------

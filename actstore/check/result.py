@@ -44,7 +44,7 @@ class TensorComparison:
         """Return whether the error is within the tolerance.
 
         share : the norm of these elements if all gradients were of one size. A gradient far below that is a sum that
-            cancels (the bias in front of a normalisation, or of attention's keys); `share` then replaces its norm.
+            cancels (the bias in front of a normalization, or of attention's keys); `share` then replaces its norm.
         """
         reference = self.norm if self.norm >= CANCELLATION_SHARE * share else share
         return self.equal or (tolerance > 0 and self.error_norm <= tolerance * reference)
@@ -77,7 +77,7 @@ class Difference:
 
     @property
     def site(self) -> str:
-        """Position of the tensor, in words."""
+        """Description of the tensor's position."""
         if self.module is None:
             return f"{self.kind} {self.name}"
         module = f"'{self.module}'" if self.module else "the model itself"

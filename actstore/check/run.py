@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,35 @@ from torch import Tensor
 
 from actstore.check.result import TensorComparison
 from actstore.check.watch import Key, RunWatch
-from actstore.errors import StateError
+from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
-from actstore.rerun.state import ModelState
+from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import is_number, leaves_of, run_backward, takes_store
 from actstore.rerun.values import Error, compare, copies
 from actstore.session.activation_store import ActivationStore
 from actstore.session.entries import is_active
+
+Leaves = dict[str, Tensor]
+
+
+def read_leaves(
+    caller: str, store: ActivationStore, inputs: Mapping[str, Tensor] | Iterable[Tensor]
+) -> tuple[Leaves, Leaves]:
+    """Return the inputs by name, and the same together with the parameters of the store's model.
+
+    Raises
+    ------
+    ConfigError : `store` is not an ActivationStore, or the model has uninitialized parameters
+    StateError : a store is active on this thread
+    """
+    if not isinstance(store, ActivationStore):
+        raise ConfigError(f"store={store!r}: must be an ActivationStore, as ActivationStore(model, 'int8 @ host').")
+    if is_active():
+        raise StateError(f"{caller} was called inside a store's context. Call it outside, it enters the store.")
+    require_initialized(store.model)
+    named = dict(inputs) if isinstance(inputs, Mapping) else {f"inputs[{i}]": x for i, x in enumerate(inputs)}
+    return named, {**(dict(store.model.named_parameters()) if store.model is not None else {}), **named}
+
 
 Copies = dict[str, list[Tensor]]  # parts of tensors in host memory, by name
 
@@ -121,6 +143,6 @@ def _allow() -> None:
 def _refuse_store() -> None:
     if is_active():
         raise StateError(
-            "the step entered a store where it was to run plainly. Let the step take the store and enter that: "
+            "the step entered a store in the plain run. Make the step take the store as its argument and enter it: "
             "def step(store): with store: ..."
         )

@@ -74,7 +74,7 @@ _VERSION = typer.Option("--version", help="Print the version.", is_eager=True, c
 
 @app.callback()
 def _top(version: Annotated[bool, _VERSION] = False) -> None:
-    """Store training activations kept, quantized, offloaded, on disk or recomputed."""
+    """Store training activations unchanged, quantized or offloaded, or recompute them."""
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -98,16 +98,16 @@ def bench(
         int, typer.Option(help="Threads of torch on the CPU; 0: one for each core.")
     ] = _DEFAULTS.threads,
     policy: Annotated[list[str] | None, typer.Option(help="One more row, NAME=TEXT; may be repeated.")] = None,
-    rows: Annotated[str, typer.Option(help="Only these rows, by name, between semicolons; or: all.")] = "",
+    rows: Annotated[str, typer.Option(help="Only these rows, by name, separated by semicolons; or all.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every row, each time in a new order.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory against time into this file.")] = None,
-    plot_memory: Annotated[str, typer.Option(help="What the picture shows: held, or peak of the process.")] = "held",
+    plot_memory: Annotated[str, typer.Option(help="Memory in the picture: held, or peak of the process.")] = "held",
     disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
 ) -> None:
-    """Train a model with every store, and compare memory, time and gradient error.
+    """Train a model under every policy, and compare memory, time and gradient error.
 
-    A model of your own: actstore bench my_module:make_step [OPTIONS], where make_step() returns (model, step).
+    Your own model: actstore bench my_module:make_step [OPTIONS], where make_step() returns (model, step).
     """
     if context_.invoked_subcommand is not None:
         _refuse_options(context_)

@@ -52,7 +52,7 @@ def fit(
     min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept.")] = str(MIN_NBYTES),
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
-    """Predict the memory of a training step under each policy, without that memory: nothing is computed."""
+    """Predict the memory of a training step under each policy, without needing it: nothing is computed."""
     check_writable(json, "--json")
     sizes = {name: size for name, size in (("batch", batch), ("context", context)) if size is not None}
     make_optimizer = torch.optim.AdamW if optimizer else None

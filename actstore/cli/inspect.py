@@ -26,9 +26,9 @@ def inspect(
     html: Annotated[Path | None, typer.Option(help="Write a page to hover and zoom into this file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
-    """Run a training step once plainly and once with a store, and show what fills the memory.
+    """Run a training step with and without a store, and show what fills the memory.
 
-    The table has the lines of code whose operators save most, as plain PyTorch holds it.
+    The table has the lines of code whose operators save most in plain PyTorch.
     """
     for path, option in ((plot, "--plot"), (html, "--html"), (json, "--json")):
         check_writable(path, option)

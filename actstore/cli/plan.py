@@ -21,31 +21,33 @@ def plan(
     script: Annotated[
         str,
         typer.Argument(
-            help="path.py:make_step or my_module:make_step, which returns (model, step); or a profile (JSON), and "
-            "nothing is run.",
+            help="path.py:make_step or my_module:make_step, which returns (model, step); or a profile (JSON), "
+            "without running anything.",
             metavar="SCRIPT",
         ),
     ],
     arguments: Arguments = None,
     budget: Annotated[
-        str, typer.Option(help="Most bytes of activations on the compute device, such as 20GiB.", show_default=False)
+        str, typer.Option(help="Upper bound for activations on the compute device, such as 20GiB.", show_default=False)
     ] = ...,  # type: ignore[assignment]  # required, and after arguments that are not
     max_noise: Annotated[
         float,
-        typer.Option(help="Part of the gradients' noise from batch to batch that lossy payloads may add; 0: exact."),
+        typer.Option(help="Share of the batch-to-batch noise of gradients that lossy payloads may add; 0: exact."),
     ] = 0.0,
-    host_budget: Annotated[str | None, typer.Option(help="Most bytes in host memory.")] = None,
-    disk_budget: Annotated[str | None, typer.Option(help="Most bytes on disk; none without it.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Upper bound in host memory.")] = None,
+    disk_budget: Annotated[
+        str | None, typer.Option(help="Upper bound on the disk; without it no disk is used.")
+    ] = None,
     disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
     min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept.")] = str(MIN_NBYTES),
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file (JSON).")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Write what was measured to this file (JSON).")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Write the measurements to this file (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
     against: Annotated[Path | None, typer.Option(help="An earlier plan; print the differences.")] = None,
 ) -> None:
-    """Run a training step until it is measured, and find the fastest policy under a budget.
+    """Measure a training step, and find the fastest policy within a budget.
 
-    Exit code 0: planned; 2: not, the least memory that is possible is named.
+    Exit code 0: planned; 2: no plan fits, and the minimum is printed.
     """
     for path, option in ((output, "--output"), (profile, "--profile"), (plot, "--plot")):
         check_writable(path, option)

@@ -27,18 +27,18 @@ def verify(
     tolerance: Annotated[float, typer.Option(help="Relative error of a gradient that passes; 0: bit for bit.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Runs with the store, each from the same state.")] = 2,
     lossy: Annotated[bool, typer.Option("--lossy", help="Measure bias and variance of the gradients instead.")] = False,
-    draws: Annotated[int, typer.Option(help="With --lossy: runs with other random rounding each.")] = 12,
-    each_site: Annotated[bool, typer.Option("--each-site", help="With --lossy: each site alone, too.")] = False,
+    draws: Annotated[int, typer.Option(help="With --lossy: number of runs, each with other random rounding.")] = 12,
+    each_site: Annotated[bool, typer.Option("--each-site", help="With --lossy: measure each site alone, too.")] = False,
     min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept, and so not checked.")] = "0",
-    host_budget: Annotated[str | None, typer.Option(help="Most bytes in host memory, such as 8GiB.")] = None,
-    disk_budget: Annotated[str | None, typer.Option(help="Most bytes on disk.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Upper bound in host memory, such as 8GiB.")] = None,
+    disk_budget: Annotated[str | None, typer.Option(help="Upper bound on the disk.")] = None,
     disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
-    """Run a training step plainly and with a store, and say where they first differ.
+    """Run a training step with and without a store, and show the first difference.
 
-    Exit code 0: equal, or within the tolerance; 1: different; 2: it cannot be told. With --lossy: how far a lossy
-    policy moves the gradients, and whether at random; then 1 where that is more than a tolerance other than 0.
+    Exit code 0: equal, or within the tolerance; 1: different; 2: no verdict. With --lossy: measure how far a lossy
+    policy moves the gradients, and whether at random; exit code 1 if by more than a tolerance above 0.
     """
     check_writable(json, "--json")
     if not lossy and each_site:

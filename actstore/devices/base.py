@@ -57,7 +57,7 @@ class Device(ABC):
 
     @abstractmethod
     def record(self, stream: Any) -> Ticket:
-        """Return the promise that all work queued on `stream` so far will be complete."""
+        """Return a ticket for the completion of all work queued on `stream` so far."""
 
     @abstractmethod
     def mark(self, stream: Any) -> Ticket:
@@ -65,7 +65,7 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, stream: Any, ticket: Ticket) -> Ticket | None:
-        """Order what is queued on `stream` from now on after `ticket`, and measure how long the stream waits.
+        """Make `stream` wait for `ticket` before its later work, and measure how long it waits.
 
         Returns
         -------
@@ -78,13 +78,13 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocate uninitialised uint8 device memory for the current stream, at a multiple of a page on a CPU.
+        """Allocate uninitialized uint8 device memory for the current stream, at a multiple of a page on a CPU.
 
         Another stream may use it only after the current one has come to this point: the memory may be in use before.
         """
 
     def recycles(self, nbytes: int) -> bool:
-        """Return whether memory of `empty` serves any tensor of about its size once it is freed, without new pages."""
+        """Return whether freed memory of `empty` is reused for tensors of about its size, without new pages."""
         return False
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Device(ABC):
 
     @abstractmethod
     def unpin(self, memory: torch.Tensor) -> None:
-        """Return memory of `pinned` to the system. No copy may run on it, and the caller does not use it again."""
+        """Return memory of `pinned` to the system. No copy may run on it, and the caller must not use it again."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:

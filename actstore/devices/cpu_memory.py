@@ -1,4 +1,4 @@
-"""Memory of CPU tensors: an allocator for PyTorch that uses pages again, and exact counts.
+"""Memory of CPU tensors: an allocator for PyTorch that reuses pages, and exact counts.
 
 glibc keeps the large blocks that tensors free, and often does not give them to the next tensor: a process that stores
 activations in fewer bytes can then need more memory than one that does not. `install` gives PyTorch an allocator
@@ -127,7 +127,7 @@ def reset_peak() -> None:
 
 
 def most_counted(nbytes: int, sizes: Collection[int] = ()) -> int:
-    """Return the most bytes that `memory_allocated` counts for a tensor: allocators round up.
+    """Return an upper bound of what `memory_allocated` counts for a tensor: allocators round up.
 
     Under ``system`` glibc rounds some tensors of the first step to whole pages, which are not counted here.
 
@@ -145,7 +145,7 @@ def most_counted(nbytes: int, sizes: Collection[int] = ()) -> int:
 
 
 def most_during(call: Callable[[], object]) -> int | None:
-    """Return the most bytes that exist during a call, less those after it; None before `install` or `count`.
+    """Return the peak memory of a call, less the memory after it; None before `install` or `count`.
 
     The high-water of before stays.
     """
@@ -165,7 +165,7 @@ def most_during(call: Callable[[], object]) -> int | None:
 
 @contextmanager
 def unreserved() -> Iterator[None]:
-    """Let the pages of all threads be more than there is memory, for as long as no one touches them."""
+    """Allow mappings larger than memory, as long as their pages are not touched."""
     global _unreserved
     with _lock:
         _unreserved += 1
@@ -179,7 +179,7 @@ def unreserved() -> Iterator[None]:
 class CountedPages(mmap.mmap):
     """Anonymous pages of the store, counted while they live.
 
-    No Python code runs when they go: a Ctrl-C that falls into a finalizer is printed and forgotten.
+    No Python code runs when they are freed: a Ctrl-C inside a finalizer would be printed and lost.
     """
 
     _made: ClassVar[dict[int, ref[CountedPages]]] = {}
@@ -210,7 +210,7 @@ def pages_bytes() -> int:
 
 
 def idle_bytes() -> int:
-    """Return the bytes of pages that no tensor uses, and that wait for the next one."""
+    """Return the bytes of pages that no tensor uses now."""
     return 0 if _library is None else int(_library.actstore_idle())
 
 

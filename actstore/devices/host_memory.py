@@ -1,4 +1,4 @@
-"""Sizes of host memory, as Linux tells them: of the machine, and the limits of control groups."""
+"""Sizes of host memory that Linux reports: of the machine, and limits of control groups."""
 
 from __future__ import annotations
 

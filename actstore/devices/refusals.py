@@ -1,4 +1,4 @@
-"""Requests that the allocator of a GPU refused, as its observer was told: before it raises the error."""
+"""Requests that the allocator of a GPU refused, noted by its observer before it raises the error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("actstore")
 
 
 class Refusal(NamedTuple):
-    """A request for memory that a GPU's allocator refused; all in bytes.
+    """A request for memory that a GPU's allocator refused. All figures are in bytes.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ _attached = False
 
 
 def observe() -> None:
-    """Note the refusals of all GPUs from now on; the first call in the process does it."""
+    """Note the refusals of all GPUs from now on. Later calls in the process do nothing."""
     global _attached
     with _lock:
         if _attached:

@@ -1,4 +1,4 @@
-"""Host threads that an interrupt (Ctrl-C) of the main thread cannot leave in disorder."""
+"""Host threads that stay consistent when Ctrl-C interrupts the main thread."""
 
 from __future__ import annotations
 

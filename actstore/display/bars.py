@@ -20,7 +20,7 @@ SCALES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class Bar(NamedTuple):
-    """One part of a model. `saved` is in bytes what plain training holds, of which `held` stay and `moved` leave."""
+    """One part of a model. Of the `saved` bytes that plain training keeps, `held` stay and `moved` leave."""
 
     name: str
     decision: str
@@ -64,7 +64,7 @@ def draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
     axes.barh(at, moved, left=held, color="white", edgecolor=color, hatch="////", height=0.8, linewidth=0.6)
     start = [a + b for a, b in zip(held, moved, strict=True)]
     axes.barh(at, freed, left=start, color=color, alpha=0.22, height=0.8)
-    every = -(-len(bars) // MAX_AXIS_NAMES)  # the axis names one bar of so many
+    every = -(-len(bars) // MAX_AXIS_NAMES)  # the axis names every n-th bar
     ticks = list(at)[::every]
     axes.set_yticks(ticks, [bars[i].name for i in ticks], fontsize=look.SMALL)
     axes.set_ylim(len(bars) - 0.4, -0.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# Grey with transparency serves on white and on black; notebooks that drop <style> show plain tables.
+# Gray with transparency serves on white and on black; notebooks that drop <style> show plain tables.
 STYLE = (
     "<style>"
     ".actstore table{border-collapse:collapse;margin:.4em 0;font-variant-numeric:tabular-nums}"

@@ -1,4 +1,4 @@
-"""Colours, sizes and headings of all pictures."""
+"""Colors, sizes and headings of all pictures."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ import logging
 from typing import Any
 
 from actstore.errors import StateError
-from actstore.integrations.around import around_loss, refuse_checkpointing
+from actstore.integrations.callbacks import around_loss, log_reports, refuse_checkpointing
 from actstore.integrations.figures import figures
-from actstore.integrations.reports import log_reports
 from actstore.session.activation_store import ActivationStore
 from actstore.session.arguments import check_policy
 from actstore.session.job_report import JobReport

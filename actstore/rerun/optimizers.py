@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from actstore.rerun.leaves import Value
+from actstore.rerun.values import Value
 
 
 def live_optimizers() -> list[Optimizer]:

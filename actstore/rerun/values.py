@@ -1,4 +1,4 @@
-"""The bits of tensors of every kind: their checksums, their copies, and the distance of two tensors."""
+"""Tensors recorded to be restored; their bits: checksums, copies, and the distance of two tensors."""
 
 from __future__ import annotations
 
@@ -124,3 +124,37 @@ def _norm(tensors: list[Tensor]) -> float:
     chunks = (chunk for tensor in tensors for chunk in tensor.reshape(-1).split(CHUNK_NUMEL))
     wide = (x.to(torch.complex128 if x.is_complex() else torch.float64).abs() for x in chunks)
     return math.sqrt(sum(float(x.nan_to_num(0.0, 0.0).square().sum()) for x in wide))
+
+
+class Value:
+    """A tensor, a copy of its values in host memory, and its version; None for one that keeps no versions."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+        self._sparse = tensor.detach() if components(tensor) else None  # keeps the indices and values alive
+        self._copies = [copy for part in self._parts() for copy in copies(part)]
+
+    def restore(self) -> None:
+        if self._sparse is not None:
+            self.tensor.data = self._sparse.detach()
+        for part, copy in zip(self._parts(), self._copies, strict=True):
+            if not same_bits(part, copy):
+                part.data.copy_(copy)
+
+    def _parts(self) -> list[Tensor]:
+        return parts(self.tensor) if self._sparse is None else components(self._sparse)
+
+
+class Gradient:
+    """A leaf, its `requires_grad` flag, and its gradient."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf, self._requires_grad, self.grad = leaf, leaf.requires_grad, leaf.grad
+
+    def restore(self, *, fresh: bool) -> None:
+        """Put the gradient back, as a copy (`fresh`) or as the object that it was."""
+        leaf, grad = self.leaf, self.grad
+        if leaf.requires_grad != self._requires_grad:
+            leaf.requires_grad_(self._requires_grad)
+        leaf.grad = grad.detach().clone() if fresh and grad is not None else grad

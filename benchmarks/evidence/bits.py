@@ -36,7 +36,7 @@ from actstore.accuracy.bits.chooser import ERROR_LEVELS, INITIAL_CODEC
 from actstore.accuracy.bits.payloads import Choice, Sensitivity, SitePayload
 from actstore.accuracy.bits.solve import least_bytes, least_variance
 from actstore.accuracy.bits.trials import CANDIDATES, UNBIASED
-from actstore.accuracy.influence.growth import variances
+from actstore.accuracy.influence.influence import variances
 from actstore.base.spec import Site
 from actstore.bench.environment import environment
 from actstore.policy import Encode, parse_decision

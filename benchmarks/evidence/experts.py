@@ -24,7 +24,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Small networks, of which each token goes through those that a router chooses, weighted by the router.
+    """Small networks; each token goes through those that a router chooses, weighted by the router.
 
     Parameters
     ----------

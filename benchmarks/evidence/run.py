@@ -144,7 +144,7 @@ def _trained(
 def main() -> int:
     """Run the missing cells, and write the page. Exit code 1 where a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0, 1, ... up to so many")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds: 0, 1, ...")
     parser.add_argument("--tasks", type=_names(TASKS), default=set(TASKS), help="only these; names with ; between them")
     parser.add_argument("--rows", type=_names(ROWS), default=set(ROWS), help="only these")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")

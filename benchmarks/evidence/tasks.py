@@ -188,7 +188,7 @@ TASKS = {
         Workload("resnet", layers=1, width=16, heads=1, context=16, batch=64, steps=150),
         3e-3,
         classes=True,
-        stores=2,  # signs are kept behind ReLU
+        stores=2,  # signs are kept after ReLU
     ),
     "moe": Task(
         "a GPT with 2 of 8 experts for each token, character by character, on Python's help topics",

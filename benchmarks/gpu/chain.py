@@ -1,4 +1,4 @@
-"""Step with known compute and transfer: a chain of layers of matrix products, each of which saves its input.
+"""Step with known compute and transfer: a chain of layers of matrix products, each saving its input.
 
 Times are of the host's clock around a step that begins and ends with an idle device, medians over pairs of steps with
 and without a store. Gradients are compared bit for bit.

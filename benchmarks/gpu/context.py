@@ -1,7 +1,7 @@
 """Largest context that fits: ``python -m benchmarks.gpu.context --json FILE --plot FILE``.
 
 The blocks of `benchmarks.gpu.llama` with one sequence, under a limit of device memory, by default that of a card of
-12 GiB: with more, host memory would be full first, and attention over so many tokens takes minutes. Two sizes
+12 GiB: with more, host memory would be full first, and attention over that many tokens takes minutes. Two sizes
 are measured; a line through their peaks predicts the size that fits, which is then tried: running out of memory is
 rare. The size that is called the largest did run.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from torch.autograd.graph import save_on_cpu
 
 from actstore import ActivationStore, Auto, Window
-from actstore.bench.peers import checkpoints, hooks
+from actstore.bench.peers import libraries
 from benchmarks.gpu.llama_model import Job
 
 Enter = Callable[[], AbstractContextManager[object]]
@@ -78,17 +78,17 @@ ROWS = (
     Row("int4 @ host", "ours", "int4 @ host", exact=False),
     Row("torchtune offload", "peer", package="torchtune", needs_gpu=True),
 )
-BLOCKS: dict[str, type[checkpoints.Checkpoint]] = {
-    "torch checkpoint": checkpoints.Checkpoint,
-    "selective checkpoint": checkpoints.Selective,
-    "Transformers offload": checkpoints.Offloaded,
-    "torch_remat, attention kept": checkpoints.Remat,
-    "DeepSpeed cpu_checkpointing": checkpoints.DeepSpeedCpu,
+BLOCKS: dict[str, type[libraries.Checkpoint]] = {
+    "torch checkpoint": libraries.Checkpoint,
+    "selective checkpoint": libraries.Selective,
+    "Transformers offload": libraries.Offloaded,
+    "torch_remat, attention kept": libraries.Remat,
+    "DeepSpeed cpu_checkpointing": libraries.DeepSpeedCpu,
 }
-HOOKS: dict[str, type[hooks.Around]] = {
-    "TRL offload": hooks.Trl,
-    "torchtune offload": hooks.Torchtune,
-    "bitsandbytes 8-bit": hooks.BitsAndBytes,
+HOOKS: dict[str, type[libraries.Around]] = {
+    "TRL offload": libraries.Trl,
+    "torchtune offload": libraries.Torchtune,
+    "bitsandbytes 8-bit": libraries.BitsAndBytes,
 }
 
 
@@ -121,7 +121,7 @@ def entered(row: Row, job: Job, budget: int = 0, **options: Any) -> Iterator[tup
         yield nullcontext, None
 
 
-def _wrapped(peer: type[checkpoints.Checkpoint], job: Job) -> Enter:
+def _wrapped(peer: type[libraries.Checkpoint], job: Job) -> Enter:
     """Let a peer wrap the blocks of a second model with the same weights; return the context that puts it in place."""
     twin = copy(job)
     twin.model = deepcopy(job.model, {id(weight): weight for weight in job.model.parameters()})

@@ -111,7 +111,7 @@ def graphs(figures: dict[str, Any]) -> list[str]:
 
 
 def context(figures: dict[str, Any]) -> list[str]:
-    """Return the largest context of each row, and the attempts behind it."""
+    """Return the largest context of each row, and its attempts."""
     sizes, rows = figures["sizes"], [row for row in figures["rows"] if row.get("step_ms")]
     first = rows[0]["tokens"] if rows else 1
     cells = [

@@ -45,7 +45,7 @@ class Part:
     ----------
     command : arguments; ``{json}``, ``{plot}`` and ``{trace}`` become files in the work folder, the rest stays
         as it is
-    alone : whether it takes times, so that nothing may run beside it. Neighbours without it run side by side
+    alone : whether it takes times, so that nothing may run beside it. Neighbors without it run side by side
     resumes : whether it goes on from the figures of an earlier run in ``{json}``
     small : additional arguments of a dry run
     """

@@ -2,7 +2,7 @@
 
 The file is written every few seconds, so that it is there when the time ends; test files that have run to their end at
 this commit do not run again. The options of pyproject.toml are left
-out: the machine with the GPU may lack the plugins behind them, and its packages are other versions than the pinned
+out: the machine with the GPU may lack their plugins, and its packages are other versions than the pinned
 ones, whose warnings do not count as failures.
 """
 

@@ -132,7 +132,7 @@ def left(parts: Iterable[Part], found: dict[str, Any], commit: str) -> list[Part
 
 
 def run_all(parts: Iterable[Part], results: Path, work: Path, place: Place, total_s: float, commit: str = "") -> int:
-    """Run the parts in order, neighbours that may side by side; write after each; return the exit code."""
+    """Run the parts in order, neighbors that may side by side; write after each; return the exit code."""
     end = monotonic() + total_s
     env = environment()
     name = slug(env["gpu"]) if place.on_gpu else "dry-run"

@@ -45,7 +45,7 @@ class Row:
     predicted_without, predicted : the solver's time of a step of each
     plain : time of a step that keeps everything
     ratio : time with exceptions over time without; None where the plans are one
-    peak : the most that a step with exceptions held
+    peak : peak of a step with exceptions
     """
 
     model: str
@@ -83,7 +83,7 @@ class Training:
         return (perf_counter() - begin) * 1e3, store.report().peak_held_bytes
 
     def measured(self, budget: int) -> Profile:
-        """Train by "auto" until it has a plan. Returns what it has measured."""
+        """Train by "auto" until it has a plan. Returns its measurements."""
         store = self.store(Auto(budget))
         for _ in range(PLAN_LIMIT_STEPS):
             self.step(store)

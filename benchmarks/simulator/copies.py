@@ -62,7 +62,7 @@ class Copies:
     ----------
     limit, host_limit : bytes of the device, and of its share of host memory
     count : chunks of a payload
-    window : most bytes fetched ahead, or read ahead into host memory
+    window : upper bound of bytes prefetched, or read ahead into host memory
     ended : callback after each copy
 
     Attributes

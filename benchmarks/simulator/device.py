@@ -17,10 +17,10 @@ class Device:
 
     Attributes
     ----------
-    before, behind : neighbours in the pipeline
+    previous, next : neighbors in the pipeline
     cursor : the pass that runs, or the next one
     over, ended : whether all passes have run, and when
-    peak, peak_at : most bytes on the device, and the pass at that moment
+    peak, peak_at : peak memory of the device, and the pass at that moment
     stalls : ms of waiting by reason; `waits` is the current reason
     """
 
@@ -36,8 +36,8 @@ class Device:
         drain: bool,
     ) -> None:
         self.node, self.passes = node, passes
-        self.before: Device | None = None
-        self.behind: Device | None = None
+        self.previous: Device | None = None
+        self.next: Device | None = None
         self.compute = Lane(clock)
         self._clock = clock
         self._limit = limits.device * (1 + ROUNDING_TOLERANCE)
@@ -95,7 +95,7 @@ class Device:
     def _obstacle(self, step: Pass) -> str:
         """Return what the next pass waits for; empty for nothing."""
         copies = self.copies
-        source = self.behind if step.backward else self.before
+        source = self.next if step.backward else self.previous
         if step.first and source is not None and (step.backward, step.microbatch) not in source._through:
             return "pipeline"
         if self._drain and step.backward and not copies.settled:
@@ -124,9 +124,9 @@ class Device:
         self.advance()
         if step.last:
             self._through.add((step.backward, step.microbatch))
-            neighbour = self.before if step.backward else self.behind
-            if neighbour is not None:
-                neighbour.advance()
+            neighbor = self.previous if step.backward else self.next
+            if neighbor is not None:
+                neighbor.advance()
 
     def _note(self) -> None:
         used = self._base + self.copies.backlog + self.copies.ahead

@@ -44,7 +44,7 @@ class Pass:
 def order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
     """Return the work of a pipeline stage as (backward, microbatch): 1F1B.
 
-    That is, as many microbatches under way as keep the stages behind busy, and from then on one backward for each
+    That is, as many microbatches under way as keep the later stages busy, and from then on one backward for each
     forward.
     """
     ahead = min(stages - stage - 1, microbatches)

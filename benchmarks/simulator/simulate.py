@@ -36,8 +36,8 @@ class Stage:
     compute : busy time of compute
     stalls : time that compute waited, by reason: "fetch" for bytes to come back, "memory" for room on the device,
         "window" for copies to leave, "drain" for all of them to leave, "pipeline" for other stages
-    device : most bytes on one device at any event, and `at`, the pass at that moment
-    host, disk : most bytes of the node
+    device : peak memory of one device, and `at`, the pass at that moment
+    host, disk : peaks of the node
     copies : time for which each lane ran: "out", "back", "write", "read"
     """
 
@@ -67,12 +67,12 @@ class Simulated:
 
     @property
     def device(self) -> float:
-        """Most bytes on any device."""
+        """Peak memory of any device."""
         return max(stage.device for stage in self.stages)
 
     @property
     def host(self) -> float:
-        """Most bytes in the host memory of any node."""
+        """Peak host memory of any node."""
         return max(stage.host for stage in self.stages)
 
     @property
@@ -104,7 +104,7 @@ def simulate(
     hardware : the machine; compute times are the chain's
     limits : device and host bytes of one rank; None for none
     chunks : copies that a layer's payload is cut into
-    window : most bytes on their way out, and most fetched ahead; a larger payload goes alone
+    window : upper bound of bytes in transit out, and of those prefetched; a larger payload goes alone
     ranks : devices of a node that train alike, side by side
     skew : ms by which each rank starts later than the one before
     stages : of the pipeline; each has an equal share of the layers
@@ -139,7 +139,7 @@ def simulate(
             check(chain, passes, limits.device)
             pipeline.append(Device(clock, node, passes, hardware, limits, chunks, window, drain))
         for device, behind in pairwise(pipeline):
-            device.behind, behind.before = behind, device
+            device.next, behind.previous = behind, device
         for device in pipeline:
             device.begin(rank * skew)
         pipelines.append(pipeline)

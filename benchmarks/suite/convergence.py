@@ -21,7 +21,7 @@ from benchmarks.markdown import table
 
 ROWS = ("plain", "bitsandbytes 8-bit", "raw @ host", "raw @ disk", "expack", "recompute", "int8", "int4")
 FINAL_STEPS = 20  # steps at the end, whose mean is the final loss
-POINTS = 24  # of a curve, each the mean of neighbouring steps
+POINTS = 24  # of a curve, each the mean of neighboring steps
 
 
 def measure(works: list[Workload], chosen: list[Row], done: Callable[[dict[str, Any]], None]) -> None:
@@ -95,7 +95,7 @@ def draw(found: dict[str, Any]) -> Figure:
 
 
 def smooth(losses: list[float]) -> tuple[list[float], list[float]]:
-    """Return means of neighbouring steps, at their middles."""
+    """Return means of neighboring steps, at their middles."""
     count = min(POINTS, len(losses))
     edges = list(pairwise(len(losses) * point // count for point in range(count + 1)))
     return [(a + b) / 2 for a, b in edges], [fmean(losses[a:b]) for a, b in edges]

@@ -14,9 +14,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from actstore.bench import plot
+from actstore.bench.comparison import Versus, versus
 from actstore.bench.result import Result
 from actstore.bench.table import cells
-from actstore.bench.versus import Versus, versus
 from actstore.bench.workloads import MODELS
 from benchmarks import largest, machine
 from benchmarks.markdown import cell, table
@@ -139,7 +139,7 @@ REASONS = {
     "checkpoint_sequential": "it is `recompute` of a few blocks at once, and so has the same to do",
     "save_on_cpu": "on a CPU it moves nothing and holds what plain training holds: nothing can be faster",
     "compile": "the compiler fuses operators, and holds what plain training holds",
-    "compile, budget 0.5": "the compiler fuses normalisations and activations into their neighbours, and so computes "
+    "compile, budget 0.5": "the compiler fuses normalizations and activations into their neighbors, and so computes "
     "them again for nothing",
     "torch_remat, attention kept": "it does the work of `blocks.*.attn : keep, blocks.* : recompute`, and puts back no "
     "random states unless it is told how",

@@ -20,12 +20,11 @@ from time import monotonic
 from typing import Any
 
 from actstore.bench import runner
-from actstore.bench.comparison import differences
+from actstore.bench.comparison import differences, versus
 from actstore.bench.environment import environment
 from actstore.bench.peers import rows
 from actstore.bench.peers.rows import Row
 from actstore.bench.result import Result
-from actstore.bench.versus import versus
 from actstore.bench.workloads import MODELS, sized
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError

@@ -144,7 +144,7 @@ def test_equal_payloads_are_not_all_switched_at_once(monkeypatch):
         (payload("a", [(-1, 0)]), r"nbytes=-1 of a\[0\]"),
         (payload("a", [(1, float("nan"))]), r"error=nan of a\[0\]"),
         (payload("a", [(1, 1)], slope=inf), r"variance=inf of a\[0\]"),
-        (payload("a", []), "no candidate in common"),
+        (payload("a", []), "share no candidate codec"),
     ],
 )
 def test_refuses_figures_that_are_none(broken, said):

@@ -204,7 +204,7 @@ def test_codecs_raise_no_suspicion_on_what_models_save(codec, others):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "nf4"])
 def test_a_payload_that_is_as_good_as_zero_may_vanish(codec):
-    """As uninitialised memory may be, on which pipelines run a stage once to know its shapes."""
+    """As uninitialized memory may be, on which pipelines run a stage once to know its shapes."""
     x = torch.rand(64, 32, generator=torch.Generator().manual_seed(0)) * 1e-36
     back = encode(x, codec).decode()
     assert figures((x, back)).lost == 0

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Encode, Keep, Rules, SampleErrors
-from actstore.accuracy.influence.graph import WEIGHT, GraphNode, Walk
-from actstore.accuracy.influence.prediction import UNREACHED, PredictedStep
+from actstore.accuracy.influence.prediction import UNREACHED, WEIGHT, GraphNode, PredictedStep, Walk
 from actstore.bench.workloads import gpt
 from actstore.bench.workloads.workload import Workload
 from actstore.check import measure_gradient_error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actstore import ActivationStore, SampleErrors
-from actstore.accuracy.influence.graph import BUILT_IN_NODE
+from actstore.accuracy.influence.prediction import BUILT_IN_NODE
 from tests.autograd.checks import same_bits
 
 

@@ -1,4 +1,4 @@
-"""A step whose errors are sampled needs hardly more memory than its neighbours, the first step included."""
+"""A step whose errors are sampled needs hardly more memory than its neighbors, the first step included."""
 
 from __future__ import annotations
 

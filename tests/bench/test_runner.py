@@ -8,11 +8,10 @@ from typing import ClassVar, Self
 import pytest
 
 from actstore.bench import runner
-from actstore.bench.client import Client, RowFailed, RowLeftOut
 from actstore.bench.peers import rows
 from actstore.bench.peers.rows import BITSANDBYTES, PLAIN, Row
 from actstore.bench.result import Duel, Result
-from actstore.bench.runner import run, steps_of
+from actstore.bench.runner import Client, RowFailed, RowLeftOut, run, steps_of
 from actstore.bench.workloads.workload import Workload
 
 

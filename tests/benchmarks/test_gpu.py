@@ -140,7 +140,7 @@ def test_a_part_whose_package_is_missing_is_left_out(tmp_path: Path, name: str, 
 def test_every_part_has_its_page_and_its_place() -> None:
     assert {part.name for part in gpu.PARTS} == set(gpu_page._TITLES)
     alone = [part.alone for part in gpu.PARTS]
-    assert alone == sorted(alone)  # those side by side are neighbours
+    assert alone == sorted(alone)  # those side by side are neighbors
 
 
 def test_the_sources_are_compiled_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_a_lossy_store_is_judged_by_the_tolerance(tolerance, verdict):
 
 
 def test_a_gradient_that_cancels_is_judged_by_the_size_of_all():
-    """The bias in front of a normalisation has a gradient of rounding errors, none of which a lossy store keeps."""
+    """The bias in front of a normalization has a gradient of rounding errors, none of which a lossy store keeps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 3))
     x, y = torch.randn(256, 8), torch.randint(3, (256,))
@@ -395,7 +395,7 @@ def test_what_cannot_be_checked_is_refused_in_words():
         with store:
             return step()
 
-    with pytest.raises(StateError, match="Let the step take the store"):
+    with pytest.raises(StateError, match="Make the step take the store"):
         check_gradients(enters, store)
     assert actstore.check_gradients(step, store).equal
     with pytest.raises(ConfigError, match="computed no gradient"):  # of this store's model

@@ -20,13 +20,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from actstore.cli import app as cli
+from actstore.cli.doctor import render
 from actstore.cli.machine import disk as disks
 from actstore.cli.machine import packages
-from actstore.cli.machine.allocator import Allocator
-from actstore.cli.machine.cuda import PINNED_NBYTES, Cuda, Gpu, driver
 from actstore.cli.machine.disk import disk
+from actstore.cli.machine.kernels import PINNED_NBYTES, Cuda, Gpu, driver
 from actstore.cli.machine.machine import Machine, machine
-from actstore.cli.machine.table import render
+from actstore.cli.machine.memory import Allocator
 from actstore.devices.host_memory import cgroup_limit
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_it_tells_the_facts_of_this_machine(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
     for title in ("Versions", "Codecs on the CPU", "Allocator of CPU tensors", "Disk tier", "Memory", "GPU"):
         assert f"\n{title}\n" in re.sub(" +\n", "\n", done.output)
-    assert "All that was looked at works." in done.output
+    assert "Everything checked works." in done.output
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -145,7 +145,7 @@ def test_a_package_whose_import_fails_is_broken(monkeypatch: pytest.MonkeyPatch,
     assert "numba is installed, but its import fails: OSError: libnumba.so: cannot open shared object file" in (
         found.broken
     )
-    assert "All that was looked at works." not in text(found, 100)
+    assert "Everything checked works." not in text(found, 100)
 
 
 def test_a_folder_that_cannot_hold_the_tier_is_broken() -> None:
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_hold_the_tier_is_broken() -> None:
     assert done.exit_code == 1
     said = " ".join(done.output.split())
     assert "Disk(path='/no/such/folder') cannot hold the disk tier: No such file or directory" in said
-    assert "All that was looked at works." not in said
+    assert "Everything checked works." not in said
 
 
 def test_a_compiler_that_fails_is_broken_and_none_is_not(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_they_are_words_of_the_policy_text(example):
 
 
 def test_the_bound_of_the_example_is_tight(example):
-    """Half of it holds to nearest, but not towards zero."""
+    """Half of it holds to nearest, but not toward zero."""
     check_codec(example.Bf16(), lambda x: example.error(x) / 2)
     check_codec(example.Bf16("zero"), example.error)
     with pytest.raises(AssertionError, match="beyond the bound"):

@@ -43,7 +43,7 @@ ATTENTION = "Attention"  # part of the names of such nodes
 
 @dataclass
 class Course:
-    """Position of a controller on its way from choice to choice.
+    """Progress of a controller from choice to choice.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Course:
 
 
 class BitsController:
-    """The policy of one store, step by step. Not thread-safe: the session calls it under its lock.
+    """Controller of the policy of one store, step by step. Not thread-safe: the session calls it under its lock.
 
     It measures in pairs of steps. In the first step, every payload goes through each candidate codec, and errors of
     several sizes give a prediction of their effect. The second step gives the noise from batch to batch. Before the
@@ -94,7 +94,7 @@ class BitsController:
     # -- the session's calls ------------------------------------------------------------------------------------------
 
     def next(self, _place: TierSet, _modules: Iterable[tuple[str, Module]]) -> Policy:
-        """Return the policy of the step that begins now.
+        """Return the policy of the step that starts now.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class BitsController:
         return self._ahead
 
     def state(self) -> dict[str, Any]:
-        """Return what `resume` takes, as JSON values. It chooses now where the next step would.
+        """Return the state for `resume`, as JSON values. If the next step would choose, this chooses now.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class BitsController:
         }
 
     def resume(self, state: dict[str, Any], _place: TierSet) -> str:
-        """Go on as the controller that gave the state. Return why a pair of steps begins again; empty if none does."""
+        """Continue from a state. Return why a pair of steps starts again; empty if none does."""
         self.choice, self.noise, self._ordinary, self._codecs = None, 0.0, _initial, {}
         if (values := state["choice"]) is not None:
             decisions = {Site(*site): text for *site, text in values["decisions"]}
@@ -157,7 +157,7 @@ class BitsController:
         self._trials = None
 
     def close(self) -> None:
-        """End the measurements, as the store is closed."""
+        """End the measurements, because the store is closed."""
         self._steps = iter(())
         self._tried = self._trials = None
 
@@ -217,7 +217,9 @@ class BitsController:
         ]
         if payloads and not known:
             why = "; ".join(sorted({site.reason for site in effect.missing}))
-            warnings.warn(f"nothing is lossy: what errors do is not predicted: {why}", RuntimeWarning, stacklevel=5)
+            warnings.warn(
+                f"nothing is lossy: the effect of errors is not predicted: {why}", RuntimeWarning, stacklevel=5
+            )
         self._choose(payloads, effect.noise_by_weight or 0.0)
 
     def _try(self) -> Policy:

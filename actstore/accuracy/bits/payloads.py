@@ -105,9 +105,9 @@ class Choice:
     variance : predicted variance of the weight gradients, in the unit of the sensitivities
     ms : time of encode and decode, as far as it was measured
     numel : number of elements of all payloads
-    minimised : "bytes" or "variance"
-    bound : lower bound of the minimised figure within the limit
-    price : amount of the minimised figure that one more unit of the limit saves, where decisions could be mixed
+    minimized : "bytes" or "variance"
+    bound : lower bound of the minimized figure within the limit
+    price : amount of the minimized figure that one more unit of the limit saves, where decisions could be mixed
     per : whether payloads of one "module" or one "site" share a decision
     """
 
@@ -116,7 +116,7 @@ class Choice:
     variance: float
     ms: float
     numel: int
-    minimised: Literal["bytes", "variance"]
+    minimized: Literal["bytes", "variance"]
     bound: float
     price: float
     per: Literal["module", "site"]
@@ -129,16 +129,16 @@ class Choice:
     @property
     def gap(self) -> float:
         """Largest possible distance from the optimum, as a fraction of the choice's own figure."""
-        value = float(self.nbytes if self.minimised == "bytes" else self.variance)
+        value = float(self.nbytes if self.minimized == "bytes" else self.variance)
         return max(0.0, value - self.bound) / value if value else 0.0
 
     @property
     def certificate(self) -> str:
         """Prediction and bound in one line."""
-        least = f"{self.bound:.3g}" if self.minimised == "variance" else format_nbytes(self.bound)
+        least = f"{self.bound:.3g}" if self.minimized == "variance" else format_nbytes(self.bound)
         return (
             f"{format_nbytes(self.nbytes)}, {self.bits:.2f} bits an element, variance {self.variance:.3g}; no choice "
-            f"has less {self.minimised} than {least}, within {100 * self.gap:.2f} % of optimal"
+            f"has less {self.minimized} than {least}, within {100 * self.gap:.2f} % of optimal"
         )
 
     @property

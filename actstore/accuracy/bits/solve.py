@@ -99,20 +99,20 @@ def _variance(option: _CodecOption) -> float:
 
 def _choose(
     payloads: Sequence[SitePayload],
-    minimised: Literal["bytes", "variance"],
+    minimized: Literal["bytes", "variance"],
     limit: float,
     per: Literal["module", "site"],
     gap: float,
     time_limit: float,
 ) -> Choice:
     if not limit >= 0:
-        raise ConfigError(f"{'variance' if minimised == 'bytes' else 'nbytes'}={limit!r}: must be 0 or more.")
+        raise ConfigError(f"{'variance' if minimized == 'bytes' else 'nbytes'}={limit!r}: must be 0 or more.")
     groups = tied(payloads, per)
     options = [_options([payloads[i] for i in group]) for group in groups]
-    cost, weight = (_nbytes, _variance) if minimised == "bytes" else (_variance, _nbytes)
+    cost, weight = (_nbytes, _variance) if minimized == "bytes" else (_variance, _nbytes)
     least, most = fsum(min(map(weight, group)) for group in options), limit * (1 + LIMIT_ROUNDING)
     if least > most:
-        raise _refusal(minimised, least, limit)
+        raise _refusal(minimized, least, limit)
     options = [[option for option in group if weight(option) <= most] for group in options]
     costs, weights = ([[figure(option) for option in group] for group in options] for figure in (cost, weight))
     problem = _Knapsack(costs, weights, most)
@@ -132,7 +132,7 @@ def _choose(
         fsum(option.variance for option in chosen),
         fsum(option.ms for option in chosen),
         sum(payload.numel for payload in payloads),
-        minimised,
+        minimized,
         problem.bound,
         problem.price,
         per,
@@ -148,7 +148,7 @@ def _options(payloads: Sequence[SitePayload]) -> list[_CodecOption]:
     if not common:
         names = ", ".join(str(payload.site) for payload in payloads)
         raise ConfigError(
-            f"{names} are to be decided alike and have no candidate in common. Measure the same candidates for all of "
+            f"{names} must share a decision, and share no candidate codec. Measure the same candidates for all of "
             "them, or choose per='site'.",
             sites=tuple(payload.site for payload in payloads),
         )
@@ -245,7 +245,7 @@ class _Knapsack:
         self.bound = min(max(self.bound, min(answer.bound, 1.0) * known * (1 - PROOF_TOLERANCE)), self.value)
 
     def _priced(self, price: float) -> list[int]:
-        """Return the cheapest options at this price of weight; of equals the lightest."""
+        """Return the cheapest options at this price of weight; of equal ones the lightest."""
         priced = self._cost + price * self._weight
         lowest = priced.min(axis=1, keepdims=True)
         bound = fsum(lowest[:, 0].tolist()) - price * self.limit
@@ -262,7 +262,7 @@ class _Knapsack:
         return True
 
     def _fill(self, cheap: Sequence[int]) -> None:
-        """Fill the remaining room: first towards the choice that is too heavy, then with the move that saves most."""
+        """Fill the remaining room: first toward the choice that is too heavy, then by the move that saves most."""
         choice = list(self.best)
         room = self.limit - self._sum(self.weights, choice)
         while True:
@@ -284,9 +284,9 @@ class _Knapsack:
         return fsum(row[o] for row, o in zip(table, choice, strict=True))
 
 
-def _refusal(minimised: str, least: float, limit: float) -> CapacityError:
+def _refusal(minimized: str, least: float, limit: float) -> CapacityError:
     """Return the error of a limit that no choice keeps."""
-    if minimised == "bytes":
+    if minimized == "bytes":
         return CapacityError(
             f"no choice of candidates has a variance of {limit:.3g} or less: {least:.3g} is the least that is "
             "possible. Raise the limit, or measure more exact candidates ('keep' has no error).",

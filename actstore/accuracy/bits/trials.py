@@ -1,4 +1,4 @@
-"""Trials: the size and error of each payload under every candidate codec, measured without effect on gradients."""
+"""Trials: the size and error of each payload under every candidate codec. They do not change gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_BIAS = 5e-3  # as harmless as a change of the learning rate by half a per ce
 CHANCE_SIGMAS = 3.0  # standard deviations of a mean of independent errors, which do not count as bias
 MAX_ZERO_SHARE = 0.01  # of the elements
 MEASURED_NUMEL = 2**17  # most elements of a payload whose errors are measured,
-RUN_NUMEL = 2**10  # in runs of so many
+RUN_NUMEL = 2**10  # elements of a run
 
 _RAW = Raw()
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -262,7 +262,7 @@ class _Sums:
         self.moments = torch.zeros(5)
 
     def add(self, nbytes: int, numel: int, moments: Tensor) -> None:
-        """Add a payload of `nbytes`, of which `numel` elements were measured."""
+        """Add a payload of `nbytes` with `numel` measured elements."""
         self.nbytes += nbytes
         self.numel += numel
         self.moments = self.moments + moments if self.count else moments

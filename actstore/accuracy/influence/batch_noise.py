@@ -34,7 +34,7 @@ def sample(gradient: Tensor) -> Tensor:
 
 
 def samples_nbytes(model: Module) -> int:
-    """Return the most bytes of the samples of all gradients."""
+    """Return an upper bound for the bytes of the samples of all gradients."""
     return sum(
         4 * min(weight.numel(), SAMPLE_NUMEL)
         for weight in model.parameters()
@@ -45,7 +45,7 @@ def samples_nbytes(model: Module) -> int:
 class Minibatch:
     """Gradients of two consecutive micro-steps, sampled as they come to the weights, before they accumulate.
 
-    Hooks are on weights from the begin of a step to the gradient; each removes itself. They change nothing. Weights
+    Hooks are on weights from the start of a step to the gradient; each removes itself. They change nothing. Weights
     with gradients that are sparse, complex, or of a tensor subclass such as DTensor, are left out. Samples of the first
     gradients are held, and booked, until the second ones have come; a budget without room for them gets no samples.
 

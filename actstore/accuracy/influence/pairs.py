@@ -73,7 +73,7 @@ class Pairs:
             # overflowed gradients, as during the search for a loss scale, do not count
             in_vain += effect is not None and effect.noise is None
         raise StateError(
-            f"{MAX_VAIN_PAIRS} steps with lossy payloads did not show what these do to gradients: no backward came "
+            f"{MAX_VAIN_PAIRS} steps with lossy payloads did not show their effect on gradients: no backward came "
             "before the next entry of the store, or the budget has no room for samples of gradients. Run the backward "
             "of each step before the next forward, evaluate under torch.no_grad(), give a larger budget, or name "
             "the codecs.",

@@ -8,18 +8,19 @@ mean zero. Rounding to nearest has a mean, which `actstore.measure_gradient_erro
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from actstore.accuracy.influence.batch_noise import odd
-from actstore.accuracy.influence.graph import GraphNode, Walk, is_compiled, roots_of
 from actstore.accuracy.influence.node_error import (
     CONVOLUTION,
     OVERWRITING,
@@ -39,11 +40,112 @@ from actstore.accuracy.influence.node_error import (
     scratch_nbytes,
 )
 from actstore.accuracy.influence.scalars import Scalars
+from actstore.autograd.protect import MAX_NODES_INSPECTED, TRANSPARENT
 from actstore.autograd.readers import Reader, Readers
 from actstore.base.layout import nbytes_of
 from actstore.base.ledger import Account, Ledger
+from actstore.base.operators import ACCUMULATE_GRAD
 
-SPARE_SHARE = 0.02  # of the peak at the begin of backward: most bytes that an observed step may need beyond it,
+BUILT_IN_NODE = re.compile(r"\w+Backward\d+")  # PyTorch's own operators; other nodes may have side effects
+WEIGHT = -1  # in an edge, in place of a node's number
+
+# Number of the next node and index of its output, or WEIGHT and the weight's identity; None: no gradient is required.
+Edge = tuple[int, int] | None
+
+
+@dataclass
+class GraphNode:
+    """An autograd node.
+
+    name : name of its class
+    edges : destinations of the gradients that it computes
+    once : whether it must not run twice: a custom function, in Python or in C++
+    """
+
+    name: str
+    once: bool
+    edges: list[Edge] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[int]:
+        """Indices of the edges that lead to weights."""
+        return [k for k, edge in enumerate(self.edges) if edge is not None and edge[0] == WEIGHT]
+
+
+class Walk:
+    """Nodes between outputs of a model and its weights, by sequence number. Leaves other than weights do not count.
+
+    Attributes
+    ----------
+    points : the nodes by number
+    full : whether the graph has more nodes than Python may look at
+    """
+
+    def __init__(self) -> None:
+        self.points: dict[int, GraphNode] = {}
+        self.full = False
+
+    def add(self, roots: Iterable[Any], meet: Callable[[int, Any], None]) -> None:
+        """Walk from these nodes, and call `meet` with each new one."""
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            number = node._sequence_nr()
+            if number in self.points or node.name() == ACCUMULATE_GRAD:
+                continue
+            if len(self.points) == MAX_NODES_INSPECTED:
+                self.full = True
+                return
+            point = self.points[number] = GraphNode(node.name(), BUILT_IN_NODE.fullmatch(node.name()) is None)
+            for following, output in node.next_functions:
+                edge: Edge = None
+                if following is not None and (weight := weight_behind(following)) is not None:
+                    edge = (WEIGHT, id(weight))
+                elif following is not None and following.name() != ACCUMULATE_GRAD:
+                    edge = (following._sequence_nr(), output)
+                    stack.append(following)
+                point.edges.append(edge)
+            meet(number, node)
+
+    def first_weights_first(self) -> list[int]:
+        """Return the numbers of all nodes, each after those that its edges lead to.
+
+        A number stands for one node of each thread that ran forward; apparent cycles are cut.
+        """
+        entered, done = set[int](), dict[int, None]()
+        for root in self.points:
+            stack = [root]
+            while stack:
+                number = stack[-1]
+                if number in entered:
+                    done[stack.pop()] = None
+                    continue
+                entered.add(number)
+                ahead = (edge[0] for edge in self.points[number].edges if edge is not None)
+                stack += [n for n in ahead if n in self.points]
+        return list(done)
+
+
+def weight_behind(node: Any) -> Parameter | None:
+    """Return the parameter that a gradient goes to from here, with no node between that changes its values."""
+    while node is not None and node.name() in TRANSPARENT:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != ACCUMULATE_GRAD or not isinstance(node.variable, Parameter):
+        return None
+    return node.variable
+
+
+def is_compiled(name: str) -> bool:
+    """Return whether a node of this name is a region of torch.compile."""
+    return name.startswith("CompiledFunction")
+
+
+def roots_of(leaves: Iterable[Any]) -> list[Any]:
+    """Return the nodes that computed these outputs."""
+    return [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+
+
+SPARE_SHARE = 0.02  # of the peak at the start of backward: bytes by which an observed step may exceed it,
 SPARE_NBYTES = 2**19  # or this, if more
 
 Relative = Callable[[Account], Tensor | None]  # the relative L2 error of an account's payloads, on their device
@@ -356,5 +458,5 @@ def _not_twice(point: GraphNode) -> str:
     if is_compiled(point.name):
         return "read by a compiled region"
     if point.name in OVERWRITING:
-        return f"read by {point.name}, which may overwrite what it has saved"
+        return f"read by {point.name}, which may overwrite its saved tensors"
     return f"read by {point.name}, which may not run twice" if point.once else ""

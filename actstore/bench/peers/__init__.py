@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from actstore.bench.peers.base import NotApplicable, Wrap
 from actstore.bench.peers.rows import Row
 from actstore.bench.workloads.job import Job
@@ -30,6 +28,7 @@ def wrap(row: Row, job: Job, disk_path: str | None) -> Wrap:
         if row.compiled:
             return ours.CompiledBlocks(job, row.policy, disk_path, row.compiled)
         return ours.Ours(job, row.policy, disk_path)
-    module, _, name = row.made_by.partition(":")
-    kind: type[Wrap] = getattr(import_module(f"actstore.bench.peers.{module}"), name)
+    from actstore.bench.peers import libraries
+
+    kind: type[Wrap] = getattr(libraries, row.made_by)
     return kind(job)

@@ -34,7 +34,7 @@ class Wrap:
         return self.job.loss(*batch)
 
     def figures(self) -> dict[str, int]:
-        """Return the figures of the last step that only the row knows: fields of RowResult."""
+        """Return figures of the last step that only the row has: fields of RowResult."""
         return {}
 
     def close(self) -> None:

@@ -25,11 +25,11 @@ class Row:
     kind : plain | peer | ours
     policy : text for ActivationStore; kind ours only
     package : a package that must be installed for it
-    made_by : module and class in actstore.bench.peers; kind peer only
+    made_by : class in actstore.bench.peers.libraries; kind peer only
     share : budget of a plan, as a fraction of the bytes that plain autograd holds; kind ours only, 0 for no plan
     compiled : compiled parts of the model: blocks | parts (of the blocks) | graph (the whole, with the policy in its
         graphs), or empty; kind ours only
-    needs_gpu : the row's behaviour without a GPU; empty where it needs none
+    needs_gpu : the row's behavior without a GPU; empty where it needs none
     usual : whether it runs when the user chooses no rows
     limit_s : seconds that an answer may take
     """
@@ -62,24 +62,24 @@ def _offload(name: str, package: str, made_by: str, without_gpu: str) -> Row:
 
 
 PLAIN = Row("plain", "plain")
-CHECKPOINT = Row("torch checkpoint", "peer", made_by="checkpoints:Checkpoint")
-BITSANDBYTES = Row("bitsandbytes 8-bit", "peer", package="bitsandbytes", made_by="hooks:BitsAndBytes")
-_COMPILE = Row("compile", "peer", made_by="compiled:Compiled", usual=False, limit_s=COMPILE_LIMIT_S)
+CHECKPOINT = Row("torch checkpoint", "peer", made_by="Checkpoint")
+BITSANDBYTES = Row("bitsandbytes 8-bit", "peer", package="bitsandbytes", made_by="BitsAndBytes")
+_COMPILE = Row("compile", "peer", made_by="Compiled", usual=False, limit_s=COMPILE_LIMIT_S)
 PEERS = (
     CHECKPOINT,
-    Row("checkpoint every k-th", "peer", made_by="checkpoints:EveryKth"),
-    Row("selective checkpoint", "peer", made_by="checkpoints:Selective"),
-    Row("checkpoint_sequential", "peer", made_by="checkpoints:Sequential"),
-    Row("save_on_cpu", "peer", made_by="hooks:SaveOnCpu"),
+    Row("checkpoint every k-th", "peer", made_by="EveryKth"),
+    Row("selective checkpoint", "peer", made_by="Selective"),
+    Row("checkpoint_sequential", "peer", made_by="Sequential"),
+    Row("save_on_cpu", "peer", made_by="SaveOnCpu"),
     BITSANDBYTES,
     _COMPILE,
-    replace(_COMPILE, name="compile, budget 0.5", made_by="compiled:CompiledBudget"),
-    Row("torch_remat, attention kept", "peer", package="torch_remat", made_by="checkpoints:Remat", usual=False),
-    Row("DeepSpeed checkpoint", "peer", package="deepspeed", made_by="checkpoints:DeepSpeed", usual=False),
-    _offload("Transformers offload", "", "checkpoints:Offloaded", "the inputs stay where they are"),
-    _offload("DeepSpeed cpu_checkpointing", "deepspeed", "checkpoints:DeepSpeedCpu", "its backward fails"),
-    _offload("torchtune offload", "torchtune", "hooks:Torchtune", "it asks for a CUDA stream and raises"),
-    _offload("TRL offload", "trl", "hooks:Trl", "it asks for an accelerator and raises"),
+    replace(_COMPILE, name="compile, budget 0.5", made_by="CompiledBudget"),
+    Row("torch_remat, attention kept", "peer", package="torch_remat", made_by="Remat", usual=False),
+    Row("DeepSpeed checkpoint", "peer", package="deepspeed", made_by="DeepSpeed", usual=False),
+    _offload("Transformers offload", "", "Offloaded", "the inputs stay where they are"),
+    _offload("DeepSpeed cpu_checkpointing", "deepspeed", "DeepSpeedCpu", "its backward fails"),
+    _offload("torchtune offload", "torchtune", "Torchtune", "it asks for a CUDA stream and raises"),
+    _offload("TRL offload", "trl", "Trl", "it asks for an accelerator and raises"),
 )
 _USUAL = ("derive", "raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
 _UNUSUAL = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")

@@ -12,7 +12,7 @@ from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 CLASSES = 10
-GREY_LEVELS = 16  # grey levels of the scans
+GREY_LEVELS = 16  # gray levels of the scans
 
 
 @lru_cache(maxsize=1)

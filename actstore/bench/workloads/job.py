@@ -39,7 +39,7 @@ class Job:
     Attributes
     ----------
     trains : whether the user's step runs backward, and so updates the weights, by itself
-    calls : number of the user's steps so far, each of which may take a new batch; 0 where a batch has a number
+    calls : number of the user's steps so far: each may take a new batch; 0 where a batch has a number
     """
 
     trains = False

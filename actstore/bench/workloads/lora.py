@@ -16,7 +16,7 @@ SCALE = 2.0
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and its adapter: ``base(x) + SCALE * up(down(x))``, with `up` initialised to zero."""
+    """A frozen linear layer and its adapter: ``base(x) + SCALE * up(down(x))``, with `up` initialized to zero."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

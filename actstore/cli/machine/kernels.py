@@ -1,8 +1,9 @@
-"""Kernels of the codecs on each device, and their caches."""
+"""Kernels of the codecs on each device, their caches, and what CUDA reports of itself."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from actstore.cli.machine.packages import Package
 from actstore.codecs import registry
 from actstore.codecs.dispatch import KernelCodec
+from actstore.devices import Accelerator
 from actstore.errors import KernelUnavailable
 
 
@@ -71,3 +73,58 @@ def _on_cuda(codecs: tuple[str, ...], found: Mapping[str, Package]) -> Kernels:
     variable = "CUPY_CACHE_DIR"
     folder = os.environ.get(variable) or Path.home() / ".cupy" / "kernel_cache"
     return Kernels("GPU", codecs, "CuPy", str(folder), variable)
+
+
+PINNED_NBYTES = 1 << 30
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device: its name, its memory in bytes, and its compute capability."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """CUDA version of PyTorch, the driver of the machine, and its devices.
+
+    `pinned_bytes` is how much of `PINNED_NBYTES` the driver pinned on request; None without a device.
+    """
+
+    runtime: str | None
+    driver: str | None
+    devices: tuple[Gpu, ...] = ()
+    pinned_bytes: int | None = None
+
+
+def cuda() -> Cuda:
+    """Look at the devices, and pin memory for a moment where there is one."""
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    built = runtime if torch.version.hip or torch.version.cuda else None
+    if not torch.cuda.is_available():
+        return Cuda(built, driver(DRIVER))
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = tuple(Gpu(each.name, each.total_memory, f"{each.major}.{each.minor}") for each in devices)
+    return Cuda(built, driver(DRIVER), gpus, _pinned())
+
+
+def driver(path: Path) -> str | None:
+    """Return the version of NVIDIA's driver; None where it is not loaded."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", path.read_text())
+    except OSError:
+        return None
+    return found[1] if found else "unknown"
+
+
+def _pinned() -> int:
+    device = Accelerator(torch.device("cuda", 0))
+    memory = device.pinned(PINNED_NBYTES)
+    if memory is None:
+        return 0
+    device.unpin(memory)
+    return PINNED_NBYTES

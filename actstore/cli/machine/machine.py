@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from actstore._version import __version__
-from actstore.cli.machine.allocator import Allocator, allocator
-from actstore.cli.machine.cuda import Cuda, cuda
 from actstore.cli.machine.disk import Disk, disk
-from actstore.cli.machine.kernels import Kernels, kernels
-from actstore.cli.machine.memory import Memory, memory
+from actstore.cli.machine.kernels import Cuda, Kernels, cuda, kernels
+from actstore.cli.machine.memory import Allocator, Memory, allocator, memory
 from actstore.cli.machine.packages import Missing, Package, cuda_major, missing, packages
 
 FORMAT = "actstore doctor 1"

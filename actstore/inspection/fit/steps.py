@@ -27,9 +27,9 @@ from actstore.inspection.fit.work import DryTimes, Work
 from actstore.plan.hardware import Hardware
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
-from actstore.rerun.made import read_target
 from actstore.rerun.optimizers import live_optimizers
 from actstore.rerun.step import leaves_of, run_backward, takes_store
+from actstore.rerun.target import read_target
 
 PLAIN = "plain"
 WARMUP_STEPS = 2  # before the step that counts: the optimizer makes its state, the store learns the order of backward

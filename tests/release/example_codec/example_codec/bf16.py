@@ -14,7 +14,7 @@ from actstore.errors import PayloadError, SpecError
 
 @dataclass(frozen=True)
 class Bf16(Codec):
-    """The nearest bfloat16 (``bf16``), or the next one towards zero (``bf16(round=zero)``).
+    """The nearest bfloat16 (``bf16``), or the next one toward zero (``bf16(round=zero)``).
 
     Notes
     -----

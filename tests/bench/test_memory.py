@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from actstore.bench import allocator
-from actstore.bench.allocator import Held, count_maps, in_use
+from actstore.bench import memory
+from actstore.bench.memory import Held, count_maps, in_use
 
 NBYTES = 4 << 20
 SLACK = 200_000  # nodes of the graph, and what Python makes on the way
@@ -93,7 +93,7 @@ def test_maps_are_counted_while_they_live(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_allocator_that_does_not_answer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = torch.zeros(0)
-    monkeypatch.setattr(allocator.torch, "empty", lambda *shape, **kwargs: nothing)
+    monkeypatch.setattr(memory.torch, "empty", lambda *shape, **kwargs: nothing)
     assert in_use("cpu") is None
 
 

@@ -1,13 +1,15 @@
-"""Context of the store around the loss of a framework's training step, with checks of what cannot work there."""
+"""Parts of all callbacks: the context of the store around the loss, and reports at the end of training."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import Logger
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import Module
 
@@ -15,6 +17,7 @@ from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
 from actstore.session.activation_store import ActivationStore
 from actstore.session.entries import is_active
+from actstore.session.job_report import JobReport
 
 
 @contextmanager
@@ -31,13 +34,13 @@ def around_loss(store: ActivationStore) -> Iterator[None]:
     if is_active():
         raise StateError(
             "the training step runs inside the context of another ActivationStore, which the framework's store would "
-            "shut off. Leave out that `with store:`, or the callback."
+            "disable. Leave out that `with store:`, or the callback."
         )
     hooks: Any = _top_saved_tensors_default_hooks(False)  # None without hooks
     if hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":  # the store itself handles checkpoint's
         raise StateError(
             f"other saved-tensor hooks are entered around the loss: {_name(hooks[0])}. Of nested hooks only the "
-            "innermost ones see tensors, and so these would do nothing. Switch them off (TRL: "
+            "innermost ones see tensors, so these would do nothing. Disable them (TRL: "
             "activation_offloading=False), and offload with the store: a rule such as 'raw @ host'.",
             hooks=hooks[0],
         )
@@ -67,7 +70,7 @@ def refuse_checkpointing(model: Module) -> None:
             )
         if inspect.getmodule(inner := getattr(function, "func", function)) is not torch.utils.checkpoint:
             raise ConfigError(
-                f"{where} runs through {_name(inner)}, whose saved-tensor hooks hide what it saves from the store. "
+                f"{where} runs through {_name(inner)}, whose saved-tensor hooks hide its saved tensors from the store. "
                 "Leave `offload` out of its arguments, or checkpointing: the policy 'recompute(raw @ host)' does the "
                 "same.",
                 module=name,
@@ -77,3 +80,17 @@ def refuse_checkpointing(model: Module) -> None:
 def _name(function: Any) -> str:
     owner = inspect.getmodule(function)
     return f"{owner.__name__ if owner else '?'}.{getattr(function, '__qualname__', function)}"
+
+
+def log_reports(store: ActivationStore, logger: Logger) -> JobReport | None:
+    """Log the report of `store`, and on rank 0 the one of all ranks, which it returns; None on the other ranks.
+
+    All ranks of a job with more than one call it. A process alone has no report of all ranks.
+    """
+    logger.info("activations in the last step:\n%s", store.report())
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    job = store.job_report()
+    if job is not None:
+        logger.info("activations of all ranks in the last step:\n%s", job)
+    return job

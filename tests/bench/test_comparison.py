@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from actstore.bench.comparison import as_exact, versus
 from actstore.bench.result import Duel, RowResult
-from actstore.bench.versus import as_exact, versus
 
 
 def row(name: str, kind: str, held: int | None, ratio: float | None, error: float = 0.0, failed: str = "") -> RowResult:
