@@ -20,7 +20,7 @@ from actstore.codecs.base import Bound
 from actstore.devices import Device
 from actstore.errors import AccuracyError
 from actstore.trace import Trace
-from actstore.transfer import Cell, Cells
+from actstore.transfer import Readback, Readbacks
 
 ROW_NBYTES = 8 * ROW_NUMEL
 
@@ -31,8 +31,8 @@ class SampledPayload:
 
     losses: Losses
     account: Account
-    cells: Cells
-    cell: Cell
+    readbacks: Readbacks
+    readback: Readback
     nbytes: int
     span: Ticket | None  # the time of the measurement, for the trace
 
@@ -82,7 +82,7 @@ class Sampler:
         self._rows: deque[SampledPayload] = deque()
         self._unjudged: dict[Account, Losses] = {}
         self._warned = set[tuple[Account, str]]()
-        self._cells: dict[Device, Cells] = {}
+        self._readbacks: dict[Device, Readbacks] = {}
         self._trace: Trace | None = None
         self._lock = Lock()
 
@@ -186,13 +186,13 @@ class Sampler:
 
     def read(self, *, wait: bool) -> None:
         """Add up the figures that have come to the host, or with `wait` all that are on their way."""
-        while self._rows and (wait or self._rows[0].cell.ready()):
+        while self._rows and (wait or self._rows[0].readback.ready()):
             with self._lock:
                 if not self._rows:
                     return
                 row = self._rows.popleft()
-                row.cell.wait()
-                figures = row.cells.take(row.cell, torch.float64)
+                row.readback.wait()
+                figures = row.readbacks.take(row.readback, torch.float64)
                 losses = row.losses
                 losses.total.add(figures)
                 losses.measured += 1
@@ -210,9 +210,9 @@ class Sampler:
         try:
             self._judge(wait=True)
         finally:
-            for cells in self._cells.values():
-                cells.close([])
-            self._cells.clear()
+            for readbacks in self._readbacks.values():
+                readbacks.close([])
+            self._readbacks.clear()
             for losses in self._losses.values():
                 losses.row = None
 
@@ -220,8 +220,8 @@ class Sampler:
 
     def _let_go(self) -> None:
         """Return the memory of figures where this does not make a thread wait, as unpinning may."""
-        for device in [device for device in self._cells if device.on_host]:
-            self._cells.pop(device).close([])
+        for device in [device for device in self._readbacks if device.on_host]:
+            self._readbacks.pop(device).close([])
 
     def _met(self, account: Account) -> Losses:
         """Count a lossy payload of the running step."""
@@ -238,11 +238,11 @@ class Sampler:
         self, losses: Losses, account: Account, row: Tensor, nbytes: int, device: Device, span: Ticket | None
     ) -> None:
         with self._lock:
-            cells = self._cells.get(device)
-            if cells is None:
-                cells = self._cells[device] = Cells(device, ROW_NBYTES)
-            cell = cells.expect(row.view(torch.uint8))
-            self._rows.append(SampledPayload(losses, account, cells, cell, nbytes, span))
+            readbacks = self._readbacks.get(device)
+            if readbacks is None:
+                readbacks = self._readbacks[device] = Readbacks(device, ROW_NBYTES)
+            readback = readbacks.expect(row.view(torch.uint8))
+            self._rows.append(SampledPayload(losses, account, readbacks, readback, nbytes, span))
 
     def _tell(self, row: SampledPayload, figures: list[float]) -> None:
         """Add the measurement of a payload to the trace."""

@@ -17,7 +17,7 @@ from actstore.kernels.base import ALIGN, LENGTH_NBYTES
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import TierSet
 from actstore.tiers import Slot
-from actstore.transfer import Berth, Cell, Cells
+from actstore.transfer import Berth, Readback, Readbacks
 
 
 class LatePayloads:
@@ -31,8 +31,8 @@ class LatePayloads:
     def __init__(self, place: TierSet, ledger: Ledger) -> None:
         self._place = place
         self._ledger = ledger
-        self._lengths = Cells(place.device, LENGTH_NBYTES)
-        self._waiting: deque[tuple[ref[Payload], Cell, Sequence[str], ForwardPass]] = deque()  # for their lengths
+        self._lengths = Readbacks(place.device, LENGTH_NBYTES)
+        self._waiting: deque[tuple[ref[Payload], Readback, Sequence[str], ForwardPass]] = deque()  # for their lengths
 
     def put(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> int | None:
         """Encode `src`. Returns the length of the payload if no tier has room for it; else None."""

@@ -26,9 +26,8 @@ from actstore.devices import Device
 from actstore.errors import ActstoreError, StateError
 from actstore.tiers import Tier
 from actstore.trace import Kind, Trace
-from actstore.transfer.loan import Loan
 from actstore.transfer.order import Lessons, TransferRun
-from actstore.transfer.parcel import Berth, Parcel, ParcelState
+from actstore.transfer.parcel import Berth, Loan, Parcel, ParcelState
 from actstore.transfer.timekeeper import Timekeeper
 from actstore.transfer.traffic import GRAIN_NBYTES, Traffic
 
@@ -76,7 +75,7 @@ class Engine:
         self._lock = Lock()
         self._dropped = Reaper[Berth](self._lock, traffic.forget)
         self.drop = self._dropped.put  # the last reader of a payload died: one call in C, for finalizers
-        self._returned = Reaper[Loan[Parcel]](self._lock, traffic.take_back)
+        self._returned = Reaper[Loan](self._lock, traffic.take_back)
         self._lessons = Lessons()
 
     # -- forward ------------------------------------------------------------------------------------------------------

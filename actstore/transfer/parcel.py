@@ -12,18 +12,21 @@ States of a parcel:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from actstore.base.ledger import Account, Booking
 from actstore.base.note import Note
+from actstore.base.reaper import Finalizer
+from actstore.base.storage import FleetingTensor
 from actstore.base.ticket import Ticket
 from actstore.errors import ActstoreError, ReplicaError, StateError
 from actstore.tiers import Slot
 from actstore.transfer.buffers import Buffer
-from actstore.transfer.loan import Loan
 from actstore.transfer.order import TransferRun
 
 
@@ -89,7 +92,7 @@ class Parcel:
         self.used = 0
         self.filling = 0
         self.users = 0
-        self.loan: Loan[Parcel] | None = None
+        self.loan: Loan | None = None
         self.closed = False
         self.alone = False
         self.fetched = False
@@ -201,3 +204,47 @@ class Berth:
         self.reads += 1
         if self.reads >= self.readers:
             self.parcel.unread.discard(self)
+
+
+class Loan(FleetingTensor):
+    """The buffer of a parcel while tensors have it as their memory, without a copy, where the compute device is a CPU.
+
+    Not thread-safe.
+
+    Code may write to the tensors, as to any tensor that autograd unpacks. Their shared version counter reveals it.
+
+    Attributes
+    ----------
+    parcel : the owner of the bytes; None once a write has changed them
+    users : number of users of the parcel that these tensors stand for
+    """
+
+    __slots__ = ("parcel", "users")
+
+    def __init__(self, parcel: Parcel, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.parcel: Parcel | None = parcel
+        self.users = 0
+
+
+class _Pages(np.ndarray):
+    """Owner of a buffer's memory, which a storage keeps alive. Not a ctypes array: that makes a class for each size."""
+
+    last: Finalizer
+
+
+def lend(
+    parcel: Parcel, memory: torch.Tensor, dtype: torch.dtype, returned: Callable[[Loan], None]
+) -> tuple[Loan, torch.Tensor]:
+    """Return a loan and a 1-d tensor over the `memory` of a parcel.
+
+    Parameters
+    ----------
+    memory : Tensor, (nbytes,) uint8, on the host
+    returned : a function written in C, called with the loan when the last of its tensors dies
+    """
+    pages = memory.numpy().view(_Pages)
+    tensor = torch.frombuffer(pages, dtype=dtype)
+    loan = Loan(parcel, tensor)
+    pages.last = Finalizer(returned, loan)  # dies with the pages
+    return loan, tensor

@@ -1,30 +1,63 @@
-"""The parcels of one compute device, and the effect of each state change on memory, windows and books."""
+"""The parcels of one compute device, and the effect of each state change on memory, windows and books.
+
+Python raises an interrupt (Ctrl-C) after a call in C, at the beginning of a function, or when a loop goes round. No
+call stands between lines that belong together, and what an interrupt has ended can be done again.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 
-from actstore.base.ledger import Account
-from actstore.base.ticket import DONE
+from actstore.base.ledger import Account, Ledger
+from actstore.base.ticket import DONE, Ticket
 from actstore.base.units import round_up
+from actstore.devices import Device
 from actstore.errors import ActstoreError, ReplicaError, StateError, TransferError
 from actstore.tiers import Tier
-from actstore.transfer.loan import Loan, lend
+from actstore.transfer.buffers import Buffer, Buffers
 from actstore.transfer.order import TransferRun
-from actstore.transfer.parcel import Berth, Carrier, Parcel, ParcelState
-from actstore.transfer.parcels import Parcels
-from actstore.transfer.window import FlightWindow
+from actstore.transfer.parcel import Berth, Carrier, Loan, Parcel, ParcelState, lend
+from actstore.transfer.timekeeper import Timekeeper
+from actstore.transfer.window import FlightWindow, Quota
 
 GRAIN_NBYTES = 4096  # buffer sizes are multiples of it, so that a disk writes them without a copy
 
 
-class Traffic(Parcels):
-    """The parcels of one compute device in motion. Not thread-safe: the engine calls it under its lock."""
+class Traffic:
+    """The parcels of one compute device: in motion, on the device, and their ends. Not thread-safe: the engine calls
+    it under its lock.
+
+    Attributes
+    ----------
+    quota : counts and bounds of the parcels that wait on the device
+    open : the parcels that take more payloads
+    fetching : parcels on their way back, oldest first
+    ready : parcels that can be dropped from the device, the oldest first
+    leaving : buffers of dropped parcels that a host thread may still use
+    troubles : errors of failed writes, which the engine reports outside of the lock
+    told : whether it has
+    """
+
+    def __init__(
+        self, device: Device, ledger: Ledger, window_nbytes: int, times: Timekeeper, *, poison: bool = False
+    ) -> None:
+        self.device = device
+        self.ledger = ledger
+        self.times = times
+        self.buffers = Buffers(device, poison=poison)
+        self.quota = Quota(ledger, window_nbytes, in_turn=device.on_host)
+        self.open: dict[tuple[TransferRun[Berth], Tier, Any], Parcel] = {}
+        self.fetching: deque[Parcel] = deque()
+        self.ready: dict[Parcel, None] = {}
+        self.leaving: deque[tuple[Ticket, Buffer, list[Ticket]]] = deque()
+        self.troubles: deque[ActstoreError] = deque()
+        self.told = False
 
     def load(self, run: TransferRun[Berth], tier: Tier, stream: Any, capacity: int, account: Account) -> Parcel | None:
         """Return an empty parcel with room in `tier`, or None when the tier is full."""
@@ -166,7 +199,7 @@ class Traffic(Parcels):
         )
 
     def lend(
-        self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan[Parcel]], None], *, for_good: bool = False
+        self, berth: Berth, dtype: torch.dtype, returned: Callable[[Loan], None], *, for_good: bool = False
     ) -> torch.Tensor:
         """Make the buffer of a payload the memory of a tensor; `for_good` gives the buffer up at once."""
         parcel = berth.parcel
@@ -182,7 +215,7 @@ class Traffic(Parcels):
             self.renounce(loan)
         return tensor
 
-    def take_back(self, loan: Loan[Parcel]) -> None:
+    def take_back(self, loan: Loan) -> None:
         parcel = loan.parcel
         if parcel is None:
             return
@@ -196,7 +229,7 @@ class Traffic(Parcels):
         self.quota.weigh(parcel)
         self.release(parcel, 0)
 
-    def renounce(self, loan: Loan[Parcel]) -> None:
+    def renounce(self, loan: Loan) -> None:
         """Give up a loan whose bytes a write has changed. The tier still has the payload."""
         parcel = loan.parcel
         assert parcel is not None
@@ -298,6 +331,119 @@ class Traffic(Parcels):
                 self.quota.lookahead.late(nbytes)
             else:
                 self.quota.lookahead.in_time()
+
+    # -- users and ends -----------------------------------------------------------------------------------------------
+
+    def use(self, parcel: Parcel, users: int) -> None:
+        """Add `users` threads or tensors that use the bytes on the device; negative to remove."""
+        waited = not parcel.users
+        parcel.users += users
+        if waited is bool(parcel.users):
+            self.quota.weigh(parcel)
+
+    def release(self, parcel: Parcel, users: int) -> bool:
+        """Remove `users`. Returns whether the parcel left the device because it has no users and no readers left."""
+        parcel.users -= users
+        if parcel.users:
+            return False
+        if parcel.state is ParcelState.DROPPED:
+            self.unload(parcel)
+        elif not parcel.unread and parcel in self.ready:
+            self.evict(parcel)
+            return True
+        elif users:
+            self.quota.weigh(parcel)
+        return False
+
+    def turn_ready(self, parcel: Parcel) -> None:
+        parcel.turn(ParcelState.READY)
+        self.quota.weigh(parcel)
+        self.ready[parcel] = None
+
+    def evict(self, parcel: Parcel) -> None:
+        """Drop the bytes on the device, which the tier has too."""
+        self.ready.pop(parcel, None)
+        self.book(parcel, here=False)
+        parcel.turn(ParcelState.RESIDENT)
+        self.quota.weigh(parcel)
+        self.unload(parcel)
+
+    def give_up(self, parcel: Parcel) -> None:
+        """Handle a failed fetch, so that the next `arrive` tries again."""
+        if parcel.state is ParcelState.FETCHING:
+            self.book(parcel, here=False)
+            parcel.turn(ParcelState.RESIDENT)
+            self.quota.weigh(parcel)
+            self.unload(parcel)
+
+    def forget(self, berth: Berth) -> None:
+        """Drop a payload, whose last reader died. Repeatable: what an interrupt ends is done the next time."""
+        parcel = berth.parcel
+        if berth in parcel.berths:
+            parcel.unread.discard(berth)
+            parcel.run.forget(berth.serial)
+            if not parcel.run.berths:
+                self.quota.runs.discard(parcel.run)
+            gone = self.ledger.gone
+            gone += (berth.booking,)  # an interrupt comes after a call: both lines, or neither
+            parcel.berths -= {berth}
+        self.drop_empty(parcel)
+
+    def drop_empty(self, parcel: Parcel) -> None:
+        """Drop a parcel if it has no payloads. Repeatable."""
+        if parcel.berths:
+            return
+        state = parcel.state
+        if state is ParcelState.OPEN:
+            key = parcel.run, parcel.tier, parcel.home
+            if self.open.get(key) is parcel:
+                del self.open[key]
+            parcel.reads.add(parcel.home)
+        elif state is ParcelState.OFFLOADING:
+            self.quota.leave(parcel)
+        else:
+            self.ready.pop(parcel, None)
+        if state is not ParcelState.DROPPED:
+            parcel.turn(ParcelState.DROPPED)
+        self.quota.weigh(parcel)
+        self.free_slot(parcel)
+        if not parcel.users:
+            self.unload(parcel)
+
+    def free_slot(self, parcel: Parcel) -> None:
+        slot = parcel.slot
+        if slot is not None:
+            slot.tier.free(slot)
+            self.ledger.occupy(parcel.tier.name, -parcel.occupied[0], parcel.occupied)
+            parcel.slot = None
+
+    def unload(self, parcel: Parcel) -> None:
+        """Free the buffer of a parcel."""
+        buffer = parcel.buffer
+        if buffer is None:
+            return
+        motion = parcel.motion
+        # A host thread skips a copy whose slot was freed before it began: `motion` has then not awaited `before`.
+        before = buffer.after if parcel.fetched else (parcel.arrival,)
+        reads = map(self.device.record, parcel.reads)
+        after = [ticket for ticket in (*before, *reads) if ticket is not None and not ticket.ready()]
+        if motion is None or motion.ready():
+            self.buffers.give(buffer, after, parcel)  # 6
+        elif motion.on_stream:
+            self.buffers.give(buffer, [motion, *after], parcel)
+        else:
+            self.leaving += ((motion, buffer, after),)
+            parcel.buffer = None
+        parcel.reads = set()
+        self.buffers.shrink()
+
+    def book(self, parcel: Parcel, *, here: bool) -> None:
+        """Record where payloads are: on the device, or elsewhere. In both places, they count as on the device."""
+        for berth in parcel.berths:
+            account, held, away = berth.booking
+            held = berth.nbytes * here + parcel.held_nbytes(berth) - held
+            away = berth.nbytes * (not here) - away
+            self.ledger.add(account, 0, 0, held, away, has_room=True, booking=berth.booking)
 
     def tell(self) -> None:
         """Warn about failed writes, and raise a ReplicaError. The engine calls it without its lock, because of that."""

@@ -1,10 +1,21 @@
-"""Bounds on the bytes that may be on their way at once."""
+"""Bounds on payloads that wait on the device although a tier has them, or is about to have them."""
 
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
-from actstore.transfer.parcel import Parcel
+from actstore.base.ledger import Ledger
+from actstore.tiers import Tier
+from actstore.transfer.order import TransferRun
+from actstore.transfer.parcel import Berth, Parcel, ParcelState
+
+BOUND_DIVISOR = 3  # a third of the bytes that forwards move may wait on the device
+MIN_BOUND_NBYTES = 4 * 2**20  # less frees little memory, and its many small copies cost time
+
+_AWAY = ParcelState.RESIDENT, ParcelState.DROPPED
+_LEAVING = ParcelState.OPEN, ParcelState.OFFLOADING
+_BACK = ParcelState.FETCHING, ParcelState.READY
 
 
 class FlightWindow:
@@ -61,3 +72,100 @@ class Lookahead:
         if self._in_time == self.PATIENCE:
             self._in_time = 0
             self.limit_nbytes = max(self._least_nbytes, self.limit_nbytes * 7 // 8)
+
+
+class Quota:
+    """Counts and bounds of the parcels on the device that a tier has or is about to have. Not thread-safe.
+
+    They are on their way out, stay for backward, or were fetched ahead. One that a thread reads does not count.
+
+    Parameters
+    ----------
+    in_turn : whether bytes that leave make those that come back wait: a CPU's link is a disk, which shares its rate
+        between both directions. Another device's link can be busy in both
+
+    Attributes
+    ----------
+    windows : by tier, the parcels that leave for it
+    lookahead : bound on the bytes that stay for backward, or come back, before backward asks for them
+    runs : runs with live payloads
+    nbytes : size of the parcels that wait
+    """
+
+    def __init__(self, ledger: Ledger, window_nbytes: int, *, in_turn: bool) -> None:
+        self._ledger = ledger
+        self._in_turn = in_turn
+        self.window_nbytes = window_nbytes
+        self.windows: dict[Tier, FlightWindow] = {}
+        self.lookahead = Lookahead(window_nbytes)
+        self.runs: set[TransferRun[Berth]] = set()
+        self.nbytes = 0
+
+    def resize(self, window_nbytes: int) -> None:
+        """Set the bound on bytes that leave for one tier at once, and on bytes that come back early."""
+        self.window_nbytes = window_nbytes
+        self.lookahead.resize(window_nbytes)
+
+    def window(self, tier: Tier) -> FlightWindow:
+        """Return the window of a tier."""
+        window = self.windows.get(tier)
+        if window is None:
+            window = self.windows[tier] = FlightWindow()
+        return window
+
+    def limit_nbytes(self, run: TransferRun[Berth]) -> int:
+        """Return the bound: the window, or a third of what `run` and the other runs move, as far as that is known.
+
+        Under a budget of all that is held it is the window, because the budget bounds the sum.
+        """
+        if self._ledger.budget.limit < inf:
+            return self.window_nbytes
+        others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
+        return int(min(self.window_nbytes, max(MIN_BOUND_NBYTES, (run.moved_nbytes + others) / BOUND_DIVISOR)))
+
+    def may_leave(self, run: TransferRun[Berth], tier: Tier, nbytes: int) -> bool:
+        """Return whether `nbytes` of `run` may begin to leave for `tier`, beside the bytes that leave and that stay."""
+        return self.window(tier).admits(nbytes, self.limit_nbytes(run) - run.ahead_nbytes)
+
+    def leave(self, parcel: Parcel) -> None:
+        """Note that a parcel is no longer on its way to its tier."""
+        flights = self.window(parcel.tier).flights
+        if parcel in flights:  # unless an interrupt (Ctrl-C) came between its turn and its departure
+            flights.remove(parcel)
+
+    def admits(self, run: TransferRun[Berth], nbytes: int) -> bool:
+        """Return whether `nbytes` may come back before backward asks for them. One payload always may, in its turn."""
+        waiting = self.lookahead.nbytes
+        if self._in_turn:
+            waiting += sum(window.nbytes for window in self.windows.values())
+        return self.lookahead.admits(nbytes) and (not waiting or waiting + nbytes <= self.limit_nbytes(run))
+
+    def begin(self, run: TransferRun[Berth]) -> None:
+        """Count `run` from its first payload on, and let at most half of its bound stay for backward."""
+        self.runs.add(run)
+        run.keep_soon(min(self.lookahead.limit_nbytes, self.limit_nbytes(run) // 2))
+
+    def may_stay(self, parcel: Parcel) -> bool:
+        """Return whether a parcel that has just left may also stay for backward. The quota counts it as leaving."""
+        fits = self.nbytes <= max(parcel.capacity, self.limit_nbytes(parcel.run))
+        return fits and self.lookahead.admits(parcel.capacity)
+
+    def has_room(self, run: TransferRun[Berth], nbytes: int) -> bool:
+        """Return whether `nbytes` more may wait within the bound."""
+        return self.nbytes + nbytes <= self.limit_nbytes(run)
+
+    def weigh(self, parcel: Parcel) -> None:
+        """Count a parcel anew after a change of its state or its users.
+
+        An interrupt comes after a call: all is counted, or nothing, and then the next time.
+        """
+        window = self.windows.get(parcel.tier) or self.window(parcel.tier)
+        state, nbytes = parcel.state, parcel.capacity
+        waits = 0 if state in _AWAY or parcel.slot is None or parcel.users else nbytes
+        leaves = nbytes if state in _LEAVING else 0
+        ahead = waits if state in _BACK else 0
+        self.nbytes += waits - parcel.waiting_nbytes
+        self.lookahead.nbytes += ahead - parcel.ahead_nbytes
+        parcel.run.ahead_nbytes += ahead - parcel.ahead_nbytes
+        window.nbytes += leaves - parcel.leaving_nbytes
+        parcel.waiting_nbytes, parcel.ahead_nbytes, parcel.leaving_nbytes = waits, ahead, leaves

@@ -12,7 +12,7 @@ import pytest
 
 from actstore import ActivationStore
 from actstore.transfer import engine
-from actstore.transfer.loan import Loan
+from actstore.transfer.parcel import Loan
 from tests.autograd.checks import check_drained, gc_off, same_bits, settle
 from tests.operators.calls import Call
 from tests.operators.derivatives import Context, Results, changed_inputs, changed_outputs, survivors, unchanged

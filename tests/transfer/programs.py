@@ -32,7 +32,7 @@ from actstore.store.payload import ForwardPass, Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers import arena, staging
-from actstore.transfer import cells, engine
+from actstore.transfer import engine, readback
 from tests.contracts.clean import traffic
 from tests.simulation import SimDevice, Stream, install, simulation
 
@@ -48,7 +48,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SMALL_NBYTES", 2048)
     monkeypatch.setattr(engine, "PARCEL_NBYTES", PAGE)
     monkeypatch.setattr(engine, "ACCELERATOR_FACTOR", 1)
-    monkeypatch.setattr(cells, "CELLS_PER_PAGE", 4)
+    monkeypatch.setattr(readback, "RESULTS_PER_PAGE", 4)
     monkeypatch.setattr(staging.Ring, "chunk_nbytes", 2 * PAGE)
 
 

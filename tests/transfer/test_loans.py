@@ -19,7 +19,7 @@ from actstore.store.payload import Payload
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers.parts import Mover
-from actstore.transfer import engine, loan
+from actstore.transfer import engine, parcel
 from actstore.transfer.parcel import ParcelState
 from actstore.transfer.traffic import Traffic
 from tests.autograd.checks import check_drained, gc_off, same_bits, settle
@@ -289,7 +289,7 @@ def test_any_order_of_any_use(actions, readers):
 
 
 def never_spoiled(monkeypatch):
-    monkeypatch.setattr(loan.Loan, "is_changed", lambda self: False)
+    monkeypatch.setattr(parcel.Loan, "is_changed", lambda self: False)
 
 
 def back_at_once(monkeypatch):
@@ -305,7 +305,7 @@ def back_at_once(monkeypatch):
 
 
 def never_back(monkeypatch):
-    monkeypatch.setattr(loan, "Finalizer", lambda *_: None)
+    monkeypatch.setattr(parcel, "Finalizer", lambda *_: None)
 
 
 def lent_for_good(monkeypatch):

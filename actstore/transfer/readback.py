@@ -10,11 +10,11 @@ import torch
 
 from actstore.devices import Device
 
-CELLS_PER_PAGE = 512
+RESULTS_PER_PAGE = 512
 
 
-class Cells:
-    """Pinned cells of `nbytes` bytes each, which results are copied to. Thread-safe."""
+class Readbacks:
+    """Pinned memory for results of `nbytes` bytes each. Thread-safe."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
@@ -23,31 +23,31 @@ class Cells:
         self._pages: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
 
-    def expect(self, memory: torch.Tensor) -> Cell:
-        """Queue a copy of the first bytes of `memory` (1-d uint8) on the current stream, and return its cell."""
+    def expect(self, memory: torch.Tensor) -> Readback:
+        """Queue a copy of the first bytes of `memory` (1-d uint8) on the current stream, and return the copy."""
         with self._lock:
             if not self._free:
                 self._free = self._make()
-            cell = self._free.pop()
-        return Cell(self._device, memory[: self._nbytes], cell)
+            target = self._free.pop()
+        return Readback(self._device, memory[: self._nbytes], target)
 
-    def take(self, cell: Cell, dtype: torch.dtype) -> list[Any]:
-        """Return the bytes as numbers of `dtype` and free the cell. The cell must be ready."""
-        found = [number.item() for number in cell.memory.view(dtype)]
+    def take(self, readback: Readback, dtype: torch.dtype) -> list[Any]:
+        """Return the bytes as numbers of `dtype` and free their memory. The copy must be ready."""
+        found = [number.item() for number in readback.memory.view(dtype)]
         with self._lock:
-            self._free.append(cell.memory)
+            self._free.append(readback.memory)
         return found
 
-    def close(self, awaited: Iterable[Cell]) -> None:
-        """Return the memory, after the host has waited for the cells in `awaited`."""
-        for cell in awaited:
-            cell.wait()
+    def close(self, awaited: Iterable[Readback]) -> None:
+        """Return the memory, after the host has waited for the copies in `awaited`."""
+        for readback in awaited:
+            readback.wait()
         pages, self._pages, self._free = self._pages, [], []
         for page in pages:
             self._device.unpin(page)
 
     def _make(self) -> list[torch.Tensor]:
-        nbytes = CELLS_PER_PAGE * self._nbytes
+        nbytes = RESULTS_PER_PAGE * self._nbytes
         page = self._device.pinned(nbytes)
         if page is None:
             page = torch.empty(nbytes, dtype=torch.uint8)  # not pinned: the copy blocks
@@ -56,8 +56,8 @@ class Cells:
         return list(page[:nbytes].split(self._nbytes))
 
 
-class Cell:
-    """One cell, and the copy to it.
+class Readback:
+    """One result, and its copy to the host.
 
     Attributes
     ----------
