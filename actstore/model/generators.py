@@ -7,10 +7,12 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +22,51 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module, RNNBase
 
 from actstore.model.names import is_of_torch
+from actstore.model.snapshot import AS_IT_IS, Snapshot
 
 
-class GeneratorAccess(NamedTuple):
-    """Functions that read and set the state of one generator. States compare with ``==``.
+class GeneratorAccess:
+    """Functions that read and set the state of one generator. States compare with ``==``."""
 
-    `look` is a faster read. It assumes that code that has set the state since the last read has set a different one.
-    """
+    __slots__ = ("read", "set")
 
-    read: Callable[[], Any]
-    set: Callable[[Any], object]
-    look: Callable[[], Any]
+    def __init__(self, read: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self.read = read
+        self.set = put
 
 
-class GeneratorStates:
+class SharedGenerator(ABC):
+    """The state of a generator of the process. Equal consecutive states are one object."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, Any] = None, None  # the last state, after the words that tell whether it is the same
+
+    def read(self) -> Any:
+        """Return the state."""
+        words, state = self._read()
+        known = self._known[1]
+        self._known = words, known if state == known else state  # at once: other threads read it
+        return self._known[1]
+
+    def look(self) -> Any:
+        """Return the state, faster: code that has set it since the last read must have set a different one."""
+        return self.read()
+
+    @abstractmethod
+    def _read(self) -> tuple[Any, Any]:
+        """Return the words that tell a change, if there are any, and the state."""
+
+    @abstractmethod
+    def set(self, state: Any) -> None:
+        """Set a state that was read."""
+
+
+Generator = GeneratorAccess | SharedGenerator
+
+
+class GeneratorStates(Snapshot):
     """The states of generators before a forward, so that it can draw the same numbers again.
 
     Known are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
@@ -56,10 +89,9 @@ class GeneratorStates:
     Notes
     -----
     Not thread-safe: numbers that other threads draw from the same generators during a recompute are drawn again.
-    Several threads may rewind the same forward, each with its own result of `again`.
     """
 
-    __slots__ = ("_before", "_begins_anew", "_ended", "_meanwhile", "_own")
+    __slots__ = ("_before", "_begins_anew", "_ended", "_own")
 
     def __init__(
         self,
@@ -68,57 +100,71 @@ class GeneratorStates:
         last: GeneratorStates | None = None,
         arguments: Sequence[Any] = (),
     ) -> None:
-        self._meanwhile: Sequence[tuple[GeneratorAccess, Any]] = ()
         self._ended = False
-        on_devices = [_device_source(device) for device in devices]
+        on_devices = [_device_generator(device) for device in devices]
         self._begins_anew = bool(on_devices) and any(map(_drops_by_cudnn, modules))
-        sources = (*_SHARED, *on_devices)
-        self._before = {source: source.read() if last is None else source.look() for source in sources}
-        if last is not None and last._ended:
-            for source, state in self._before.items():
-                if last._before.get(source, last) is state:
-                    del last._before[source]
-        self._own = tuple([(source, source.read()) for source in owned(modules, arguments)])
+        self._before: dict[SharedGenerator, Any] = {}
+        for source in (*_GLOBALS, *on_devices):
+            self._before[source] = state = source.read() if last is None else source.look()
+            if last is not None and last._ended and last._before.get(source, last) is state:
+                del last._before[source]
+        self._own = [(source, source.read()) for source in owned(modules, arguments)]
         if self._begins_anew:
             for source in on_devices:
                 source.set(source.read())
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop the states of own generators that it did not draw from."""
-        self._own = tuple([(source, state) for source, state in self._own if source.read() != state])
+        if self._own:
+            self._own = [(source, state) for source, state in self._own if source.read() != state]
         self._ended = True
 
-    def now(self) -> list[tuple[GeneratorAccess, Any]]:
-        """Return the states now of all generators that a forward which has not ended may draw from."""
-        return [(source, source.look()) for source, _ in (*self._before.items(), *self._own)]
+    def drop_unchanged(self) -> None:
+        """Drop the states of shared generators that are those of now, if the forward has ended: it did not draw."""
+        if self._ended:
+            for source, state in [*self._before.items()]:
+                if source.look() is state:
+                    del self._before[source]
 
-    def drawn(self, states: Iterable[tuple[GeneratorAccess, Any]]) -> None:
+    def now(self) -> list[tuple[Generator, Any]]:
+        """Return the states now of all generators that a forward which has not ended may draw from."""
+        shared: list[tuple[Generator, Any]] = [(source, source.look()) for source in self._before]
+        return shared + [(source, source.read()) for source, _ in self._own]
+
+    def drawn(self, states: Iterable[tuple[Generator, Any]]) -> None:
         """Note the states after a part of the forward that later runs leave out: they set these states in its place."""
         if self._begins_anew:
             for source, state in states:
                 source.set(state)
 
-    def again(self) -> GeneratorStates:
-        """Return a twin with the same states, which can `rewind` and `resume` independently."""
-        twin = object.__new__(GeneratorStates)
-        twin._before, twin._ended, twin._own, twin._meanwhile = self._before, self._ended, self._own, ()
-        twin._begins_anew = self._begins_anew
-        return twin
-
-    def rewind(self) -> None:
-        """Set the states from before the forward, until `resume`."""
-        states = [*self._before.copy().items(), *self._own]
-        self._meanwhile = [(source, source.read()) for source, _ in states]
-        for (source, state), (_, now) in zip(states, self._meanwhile, strict=True):
+    def rewind(self) -> list[tuple[Generator, Any]]:
+        """Set the states from before the forward. Returns those of now."""
+        states: list[tuple[Generator, Any]] = [*self._before.copy().items(), *self._own]
+        meanwhile: list[tuple[Generator, Any]] = []
+        for source, state in states:
+            meanwhile.append((source, now := source.read()))
             if now is not state:
                 source.set(state)
+        return meanwhile
 
-    def resume(self) -> None:
-        """Set the states from before `rewind`."""
-        for source, state in self._meanwhile:
-            if source.read() is not state:
-                source.set(state)
-        self._meanwhile = ()
+    def rewound(self) -> AbstractContextManager[None]:
+        return self._rewound() if self._before or self._own else AS_IT_IS
+
+    @contextmanager
+    def _rewound(self) -> Iterator[None]:
+        meanwhile = self.rewind()
+        try:
+            yield
+        finally:
+            resume(meanwhile)
+
+
+def resume(states: Iterable[tuple[Generator, Any]]) -> None:
+    """Set the states that generators had before a rewind."""
+    for source, state in states:
+        now = source.look() if isinstance(source, SharedGenerator) else source.read()
+        if now is not state:
+            source.set(state)
 
 
 def _drops_by_cudnn(module: Module) -> bool:
@@ -156,23 +202,16 @@ def has_state(kind: Hashable) -> bool:
 
 def _source_of(generator: Any) -> GeneratorAccess:
     if isinstance(generator, torch.Generator):
-        return _source(
-            lambda: _state_of(generator),
-            lambda state: _set_state(generator, state),
-        )
+        return GeneratorAccess(partial(_state_of, generator), partial(_set_state, generator))
     if isinstance(generator, random.Random):
-        return _source(generator.getstate, generator.setstate)
+        return GeneratorAccess(generator.getstate, generator.setstate)
     if isinstance(generator, np.random.RandomState):
-        return _source(
+        return GeneratorAccess(
             lambda: pickle.dumps(generator.get_state(legacy=False)),
             lambda state: generator.set_state(pickle.loads(state)),
         )
     bits = generator.bit_generator
-    return _source(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
-
-
-def _source(read: Callable[[], Any], put: Callable[[Any], object]) -> GeneratorAccess:
-    return GeneratorAccess(read, put, read)
+    return GeneratorAccess(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
 
 
 def _state_of(generator: torch.Generator) -> bytes:
@@ -191,40 +230,22 @@ def _tensor_of(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _shared(source: GeneratorAccess) -> GeneratorAccess:
-    """Return the same source, with equal consecutive states given as one object."""
-    known: Any = None  # the first of these states,
-    last: Any = None  # and the last: a look at an unchanged state is the same object, and needs no comparison
-
-    def same(read: Callable[[], Any]) -> Any:
-        nonlocal known, last
-        before, state = known, read()
-        if state is last or state == before:
-            last = state
-            return before
-        known = last = state
-        return state
-
-    return GeneratorAccess(partial(same, source.read), source.set, partial(same, source.look))
-
-
-class _TorchGlobal:
+class _TorchGlobal(SharedGenerator):
     """PyTorch's generator of the CPU. A `look` at an unchanged state copies it once, a read twice."""
 
-    def __init__(self) -> None:
-        self._known = b""
+    def look(self) -> Any:
+        known = self._known[1]
+        same = known is not None and _get_dispatch_mode(_FAKE) is None
+        return known if same and known.startswith(torch.default_generator.get_state().numpy()) else self.read()
 
-    def read(self) -> bytes:
-        self._known = _state_of(torch.default_generator)
-        return self._known
+    def _read(self) -> tuple[None, bytes]:
+        return None, _state_of(torch.default_generator)
 
-    def look(self) -> bytes:
-        if _get_dispatch_mode(_FAKE) is None and _is_same(self._known, torch.default_generator.get_state().numpy()):
-            return self._known
-        return self.read()
+    def set(self, state: bytes) -> None:
+        _set_state(torch.default_generator, state)
 
 
-class _PythonGlobal:
+class _PythonGlobal(SharedGenerator):
     """Python's global generator. A read of its state takes 20 us; a `look` at an unchanged state takes 1 us.
 
     The state consists of the words of a Mersenne twister and, at times, a buffered normal number. CPython has the words
@@ -232,24 +253,23 @@ class _PythonGlobal:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._known: tuple[bytes, Any] | None = None
         self._words = self._find_words()
 
-    def read(self) -> Any:
-        words = b"" if self._words is None else bytes(self._words)
-        state = random.getstate()
-        self._known = (words, state) if words and _is_same(words, self._words) else None
-        return state
-
     def look(self) -> Any:
-        known = self._known
-        if known is not None and known[1][2] is self._generator.gauss_next and _is_same(known[0], self._words):
-            return known[1]
+        words, state = self._known
+        if words and state[2] is self._generator.gauss_next and words.startswith(self._words):
+            return state
         return self.read()
 
+    def _read(self) -> tuple[bytes, Any]:
+        words = b"" if self._words is None else bytes(self._words)
+        state = random.getstate()
+        return words if words and words.startswith(self._words) else b"", state
+
     def set(self, state: Any) -> None:
-        self._known = None
+        self._known = b"", self._known[1]
         random.setstate(state)
 
     def _find_words(self) -> Any:
@@ -259,36 +279,32 @@ class _PythonGlobal:
             return None
         memory = _memory(id(self._generator) + object.__basicsize__)
         *words, position = random.getstate()[1]
-        return memory if _is_same(struct.pack(f"{1 + len(words)}I", position, *words), memory) else None
+        return memory if struct.pack(f"{1 + len(words)}I", position, *words).startswith(memory) else None
 
 
-class _NumpyGlobal:
-    """NumPy's global generator. A read of its state takes 30 us; a `look` at an unchanged state takes 1 us.
+class _NumpyGlobal(SharedGenerator):
+    """NumPy's global generator. A read of its state takes 40 us; a `look` at an unchanged state takes 1 us.
 
     The state consists of the words of the bit generator and, at times, a buffered normal number (they are drawn in
     pairs). A draw cannot buffer a number and leave the words as they are. While a number is buffered, `look` reads all.
     """
 
-    def __init__(self) -> None:
-        self._known: tuple[int, bytes, bytes] | None = None
+    def look(self) -> Any:
+        words, state = self._known
+        if words is not None and words[0] == self._address() and words[1].startswith(_memory(words[0])):
+            return state
+        return self.read()
 
-    def read(self) -> bytes:
+    def _read(self) -> tuple[tuple[int, bytes] | None, bytes]:
         address = self._address()
         words = bytes(_memory(address)) if address else b""
         full: Any = _numpy_random.get_state(legacy=False)
-        state = pickle.dumps(full)
-        stable = words and not full["has_gauss"] and self._address() == address and _is_same(words, _memory(address))
-        self._known = (address, words, state) if stable else None
-        return state
-
-    def look(self) -> bytes:
-        known = self._known
-        if known is not None and known[0] == self._address() and _is_same(known[1], _memory(known[0])):
-            return known[2]
-        return self.read()
+        stable = words and not full["has_gauss"] and self._address() == address
+        known = (address, words) if stable and words.startswith(_memory(address)) else None
+        return known, pickle.dumps(full)
 
     def set(self, state: bytes) -> None:
-        self._known = None
+        self._known = None, self._known[1]
         _numpy_random.set_state(pickle.loads(state))
 
     @staticmethod
@@ -305,34 +321,35 @@ def _memory(address: int) -> Any:
     return (ctypes.c_char * _MT19937_NBYTES).from_address(address)
 
 
-def _is_same(known: bytes, memory: Any) -> bool:
-    """Return whether a buffer of as many bytes has these bytes, without a copy of it."""
-    return known.startswith(memory)
+class _DeviceGlobal(SharedGenerator):
+    """The generator of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        module: Any = torch.get_device_module(device)
+        generators: Any = getattr(module, "default_generators", None)  # CUDA and XPU; one for each device
+        if generators:
+            self._own = _source_of(generators[device.index])
+        else:
+            self._own = GeneratorAccess(
+                lambda: module.get_rng_state().cpu().numpy().tobytes(),
+                lambda state: module.set_rng_state(_tensor_of(state)),
+            )
+
+    def _read(self) -> tuple[None, Any]:
+        return None, self._own.read()
+
+    def set(self, state: Any) -> None:
+        self._own.set(state)
 
 
 @cache
-def _device_source(device: torch.device) -> GeneratorAccess:
-    module: Any = torch.get_device_module(device)
-    generators: Any = getattr(module, "default_generators", None)  # CUDA and XPU; one for each device
-    if generators:
-        return _shared(_source_of(generators[device.index]))
-    return _shared(
-        _source(
-            lambda: module.get_rng_state().cpu().numpy().tobytes(),
-            lambda state: module.set_rng_state(_tensor_of(state)),
-        )
-    )
+def _device_generator(device: torch.device) -> SharedGenerator:
+    return _DeviceGlobal(device)
 
 
 _numpy_random: Any = np.random
 _CLASSES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MT19937_NBYTES = 625 * 4  # of the structs of NumPy and CPython: 624 words and the position in them
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_torch = _TorchGlobal()
-_python = _PythonGlobal()
-_numpy = _NumpyGlobal()
-_SHARED = (
-    _shared(GeneratorAccess(_torch.read, partial(_set_state, torch.default_generator), _torch.look)),
-    _shared(GeneratorAccess(_python.read, _python.set, _python.look)),
-    _shared(GeneratorAccess(_numpy.read, _numpy.set, _numpy.look)),
-)
+_GLOBALS: tuple[SharedGenerator, ...] = (_TorchGlobal(), _PythonGlobal(), _NumpyGlobal())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from actstore.model.snapshot import AS_IT_IS, Snapshot
+
 _parametrize: Any = parametrize
-_NOTHING = nullcontext()
 
 
-class CachedWeights:
+class CachedWeights(Snapshot):
     """The cache when this object is made. It holds the memory of the weights, and not their graph."""
 
     __slots__ = ("_weights",)
@@ -23,9 +24,8 @@ class CachedWeights:
         if _parametrize._cache_enabled:
             self._weights = {key: _alias(weight) for key, weight in _parametrize._cache.items()}
 
-    def again(self) -> AbstractContextManager[None]:
-        """Return a context with this cache; that of now comes back afterwards."""
-        return _NOTHING if self._weights is None and not _parametrize._cache_enabled else self._placed()
+    def rewound(self) -> AbstractContextManager[None]:
+        return AS_IT_IS if self._weights is None and not _parametrize._cache_enabled else self._placed()
 
     @contextmanager
     def _placed(self) -> Iterator[None]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import chain
-from operator import is_
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -20,19 +20,23 @@ from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
 from actstore.model.names import is_of_torch
 from actstore.model.norms import STATISTICS, NormStatistics, give_back
-from actstore.model.writes import Entries, WatchedTensor, WriteHistory, by_copy
+from actstore.model.snapshot import AS_IT_IS, Snapshot
+from actstore.model.tree import (
+    AttributeFound,
+    Entries,
+    ModuleTree,
+    has_version,
+    is_flat,
+    requires_grad_of,
+    versions_of,
+)  # fmt: skip
+from actstore.model.writes import WatchedTensor, WriteHistory, by_copy
 
 MAX_COPIED_NBYTES = 2**12  # of a buffer that forward does not write to
-_EMBEDDINGS = (Embedding, EmbeddingBag)
+_ANY = -1  # version of a parameter to which the forward itself has written
 
 
-class _Versions(list[tuple[Tensor, int]]):
-    """Tensors and their versions, expected at the next run. `shared` where several calls expect them."""
-
-    shared = False
-
-
-class Weights:
+class Weights(Snapshot):
     """The parameters and buffers of modules before a forward, so that it can run with them again.
 
     They differ from the modules' own where `torch.func.functional_call` runs the model, which removes its own before
@@ -41,15 +45,13 @@ class Weights:
     estimates, since each run continues from the last one's. FSDP and DTensor gather sharded weights themselves.
 
     Buffers, and tensors in attributes, that the forward writes to in place come back as copies from before it. Other
-    values are not copied. After an in-place change the forward cannot run again, and `rewind` refuses it. For
+    values are not copied. After an in-place change the forward cannot run again, and `rewound` refuses it. For
     parameters all changes count, except those by the forward itself: these may be repeated if they then change nothing,
-    and `resume` refuses the rest. For buffers, changes count where autograd saved them.
+    and the end of the second run refuses the rest. For buffers, changes count where autograd saved them.
 
     Parameters
     ----------
-    root : the module whose forward is to run again
-    modules : `root` and all modules inside it, `root` first
-    once : modules among them whose forward does not run again: the values of their buffers after it count
+    tree : the modules: those that do not run again have the values of their buffers after the forward
     history : what earlier forwards of `root` have written to
     hidden : makes a stand-in for a tensor of this name that other code has written to since. Its use is an error
 
@@ -66,13 +68,15 @@ class Weights:
 
     def __init__(
         self,
-        root: Module,
-        modules: Iterable[Module],
-        once: Container[Module] = (),
+        tree: ModuleTree,
+        loose: Iterable[AttributeFound] = (),
         history: WriteHistory | None = None,
         hidden: Callable[[str], Any] | None = None,
     ) -> None:
-        self._root = root
+        self._tree = tree
+        self._expected = versions_of(tree.parameters)
+        self._trained = [*map(requires_grad_of, tree.leaves)]
+        self._versions: list[tuple[Tensor, int]] = []  # of other tensors
         self._history = history or WriteHistory()
         self._watched: list[WatchedTensor] = []  # the forward may write to them
         self._written: list[WatchedTensor] = []  # it has, and their copies are from before
@@ -81,53 +85,38 @@ class Weights:
         self._unwritten: list[tuple[Entries, str, ref[Tensor], int, Tensor | None]] = []
         self._hidden = hidden
         self._late: dict[Module, Entries] = {}  # buffers of modules whose forward does not run again
-        self._seen: list[tuple[Entries, Entries]] = []
+        self._seen: list[tuple[Entries, Entries]] = []  # buffers, and weights that a hook has computed
         self._norms: list[_NormBase] = []  # whose statistics are to be copied
         self._statistics: list[NormStatistics] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
-        self._limits: list[tuple[Embedding | EmbeddingBag, float]] = []  # `max_norm` of embedding rows
-        self._versions = _Versions()  # of parameters and buffers
-        self._trained: list[tuple[Tensor, bool]] = []  # parameters, and whether they required a gradient
         self._saved: list[tuple[Tensor, int]] = []
+        self._has_more = True  # than parameters that are as they were
         self.buffers: dict[int, Tensor] = {}
-        for module in modules:
-            parameters: Entries = module._parameters
-            if parameters:
-                self._seen.append((parameters, dict(parameters)))
-                known = [p for p in parameters.values() if _has_version(p)]
-                self._versions += [(p, p._version) for p in known]
-                self._trained += [(p, p.requires_grad) for p in known if p.is_leaf]
-            if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
-                self._limits.append((module, module.max_norm))
+        for module, runs_again in tree.stateful:
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if hooked:
                 self._estimates.append((module._buffers, _copies(module._buffers)))
-            if module not in once:
-                self._written_by(module, {} if hooked else module._buffers)
-            elif not hooked:
+            elif runs_again:
+                self._keep_buffers(module)
+            else:
                 self._late[module] = module._buffers
                 self._report(module._buffers)
+        for each in loose:
+            if each.runs_again and type(each.value) is Tensor:
+                self._watch(each.entries, {each.name: each.value})
         self._copy_statistics()
-        self._meanwhile: list[tuple[Entries, Entries]] = []
-        self._borrowed: list[tuple[Module, Entries]] = []  # norms with their copies
-        self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
-        self._switched: list[Tensor] = []  # parameters that require a gradient for the second run alone, or not for it
 
-    def _written_by(self, module: Module, buffers: Entries) -> None:
-        """Note the buffers and attributes of a module whose forward runs again, and may write to them."""
-        kind: Any = type(module)
-        if not is_of_torch(kind):
-            self._watch(vars(module), vars(module))
-        if not buffers:
-            return
+    def _keep_buffers(self, module: Module) -> None:
+        """Keep the buffers of a module whose forward runs again, and may write to them."""
+        buffers: Entries = module._buffers
         others = dict(buffers)
         if isinstance(module, _NormBase):
             self._norms.append(module)
             others = {name: each for name, each in buffers.items() if name not in STATISTICS}
             if not module.training:
                 tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
-                self._versions += [(tracked, tracked._version)] if _has_version(tracked) else []
+                self._versions += [(tracked, tracked._version)] if has_version(tracked) else []
                 self._report(buffers)
         if others:
             self._seen.append((buffers, others))
@@ -140,23 +129,24 @@ class Weights:
             self._norms = []
 
     def _report(self, buffers: Entries) -> None:
-        known = [buffer for buffer in buffers.values() if _has_version(buffer)]
+        known = [buffer for buffer in buffers.values() if has_version(buffer)]
         self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
 
     def run_again(self, modules: Iterable[Module]) -> None:
-        """Note that modules among `once` are about to run as parts of the forward, and will do so again with it."""
+        """Note that modules which do not run again are about to run as parts of the forward, and so will run again."""
         for module in modules:
-            if (buffers := self._late.pop(module, None)) is not None:
-                self._written_by(module, buffers)
+            if self._late.pop(module, None) is not None:
+                kind: Any = type(module)
+                if not is_of_torch(kind):
+                    self._watch(vars(module), vars(module))
+                self._keep_buffers(module)
         self._copy_statistics()
 
     def _watch(self, entries: Entries, among: Entries) -> None:
         """Note tensors that the forward may write to, with copies where it is not known that it does not."""
-        if Tensor not in map(type, among.values()):  # the common case
-            return
-        fresh = self._root.training not in self._history.ended
+        fresh = self._tree.root.training not in self._history.ended
         for name, tensor in among.items():
-            if type(tensor) is Tensor and _has_version(tensor):
+            if type(tensor) is Tensor and has_version(tensor):
                 known = fresh or (id(entries), name) in self._history.known or _is_small(tensor)
                 copy = tensor.detach().clone() if known else None
                 self._watched.append(WatchedTensor(entries, name, tensor, tensor._version, copy))
@@ -167,7 +157,7 @@ class Weights:
         for hook in hooks:
             entries = vars(module)
             self._computed.append((entries, hook.name))
-            if module is self._root:  # the hook has run, and does not run again with the forward
+            if module is self._tree.root:  # the hook has run, and does not run again with the forward
                 self._seen.append((entries, {hook.name: entries[hook.name]}))
         return any(isinstance(hook, SpectralNorm) for hook in hooks)
 
@@ -178,21 +168,27 @@ class Weights:
 
     def ended(self) -> None:
         """Mark the end of the forward. What the forward itself wrote to its parameters does not count as a change."""
-        unchanged = [(each, version) for each, version in self._versions if each._version == version]
-        if len(unchanged) < len(self._versions):
-            once = {id(module.weight) for module, _ in self._limits}
-            names = {id(each): name for name, each in self._root.named_parameters()}
-            for each, version in self._versions:
-                if each._version != version and id(each) not in once and id(each) in names:
+        tree = self._tree
+        now = versions_of(tree.parameters)
+        if now != self._expected:
+            limited = {id(module.weight) for module, _ in tree.limited}
+            names = {id(each): name for name, each in tree.root.named_parameters()}
+            for i, each in enumerate(tree.parameters):
+                if now[i] == self._expected[i]:
+                    continue
+                self._expected[i] = now[i] if id(each) in limited else _ANY
+                if self._expected[i] == _ANY and id(each) in names:
                     self._repeated.append((names[id(each)], each))
-        limited = [(each, each._version) for module, _ in self._limits if _has_version(each := module.weight)]
-        self._versions = _Versions((*unchanged, *limited, *self._saved))
+        if self._versions or self._saved:
+            self._versions = [each for each in self._versions if each[0]._version == each[1]] + self._saved
         self._seen += [(buffers, dict(buffers)) for buffers in self._late.values() if buffers]
         self._end_writes()
+        more = self._written or self._unwritten or self._repeated or self._seen or self._versions or self._statistics
+        self._has_more = bool(more or self._estimates or self._computed or tree.limited)
 
     def _end_writes(self) -> None:
         """Drop the copies of tensors that the forward has not written to."""
-        written = self._history.end(self._watched, training=self._root.training)
+        written = self._history.end(self._watched, training=self._tree.root.training)
         if self._hidden is not None:
             known = {each.key for each in written}
             unwritten = [each for each in self._watched if each.key not in known]
@@ -207,93 +203,46 @@ class Weights:
 
     def one_of(self, last: Weights | None) -> Weights:
         """Return `last`, of an earlier call, where it says the same, so that calls that are alike hold it once."""
-        if last is None or not (self._is_plain() and last._is_plain() and self._is_same(last)):
+        if last is None or self._has_more or last._has_more or self._tree is not last._tree or self.buffers:
             return self
-        last._versions.shared = True
-        return last
+        return last if (self._expected, self._trained) == (last._expected, last._trained) else self
 
-    def _is_plain(self) -> bool:
-        """Return whether the forward had parameters alone, and has written to none."""
-        others = self._watched or self._written or self._unwritten or self._repeated or self._late or self._statistics
-        return not (others or self._estimates or self._computed or self._limits or self._saved or self.buffers)
-
-    def _is_same(self, other: Weights) -> bool:
-        versions, seen = (self._versions, other._versions), (self._seen, other._seen)
-        if self._root is not other._root or len(versions[0]) != len(versions[1]) or len(seen[0]) != len(seen[1]):
-            return False
-        if any(a is not b or v != w for (a, v), (b, w) in zip(*versions, strict=True)):
-            return False
-        if [trained for _, trained in self._trained] != [trained for _, trained in other._trained]:
-            return False
-        return all(
-            entries is others and [*was] == [*were] and all(map(is_, was.values(), were.values()))
-            for (entries, was), (others, were) in zip(*seen, strict=True)
-        )
-
-    def again(self) -> Weights:
-        """Return a twin with the same weights and buffers: several twins may be rewound at once."""
-        twin = object.__new__(Weights)
-        twin.__dict__ = self.__dict__ | {"_meanwhile": [], "_borrowed": [], "_first": [], "_switched": []}
-        return twin
-
-    def rewind(self) -> None:
-        """Give the modules their entries from before the forward, until `resume`. A failure leaves nothing changed.
+    def rewound(self) -> AbstractContextManager[None]:
+        """Return a context in which the modules have their weights and buffers from before the forward.
 
         Raises
         ------
         MutationError : a parameter or buffer from before the forward was changed in place
         """
+        self._check()
+        tree = self._tree
+        same = tree.has_same_parameters() and [*map(requires_grad_of, tree.leaves)] == self._trained
+        return AS_IT_IS if same and not self._has_more else RewoundWeights(self)
+
+    def _check(self) -> None:
+        """Check that no other code has changed a tensor in place."""
+        parameters = self._tree.parameters
+        if versions_of(parameters) != self._expected:
+            for each, version in zip(parameters, self._expected, strict=True):
+                if version not in (each._version, _ANY):
+                    self._refuse(each, version)
         for each, version in self._versions:
             if each._version != version:
                 self._refuse(each, version)
-        try:
-            self._switched += [each for each, trained in self._trained if each.requires_grad is not trained]
-            _switch(self._switched)
-            self._meanwhile += [(entries, {name: entries[name]}) for entries, name in self._computed if name in entries]
-            for entries, seen in self._seen:
-                _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, self._meanwhile)
-            for module, limit in self._limits:  # already limited; a second time could round differently
-                self._meanwhile.append((vars(module), {"max_norm": limit}))
-                vars(module)["max_norm"] = None
-            for buffers, estimates in self._estimates:
-                _replace(buffers, _copies(estimates), self._meanwhile)  # the forward changes what it is given
-            self._rewind_unwritten()
-            copies: dict[int, Tensor] = {}  # a buffer of two modules is one tensor for both
-            copied, repeated = by_copy(each.before() for each in self._watched)  # where the forward has not ended
-            for entries, name, tensor, _, copy in (*self._written, *copied):
-                if copy is not None and name in entries:
-                    twin = copies.setdefault(id(tensor), copy.clone())
-                    _replace(entries, {name: twin}, self._meanwhile)
-            self._first = [(name, each, each.detach().clone()) for name, each in (*self._repeated, *repeated)]
-            for statistics in self._statistics:
-                self._borrowed += statistics.lend()
-        except BaseException:  # no memory for a copy
-            self.resume()
-            raise
 
-    def _rewind_unwritten(self) -> None:
-        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward.
-
-        Small ones have copies in any case: no version tells a write to `Tensor.data`, also by the forward itself.
-        """
-        found = [each[2]() for each in self._unwritten if each[4] is not None]
-        owners = Counter(tensor.untyped_storage()._cdata for tensor in found if tensor is not None)
-        for entries, name, known, version, copy in self._unwritten:
-            tensor = known()
-            if entries.get(name) is not tensor or tensor is None:
-                continue
-            is_newer = tensor._version != version
-            if copy is not None and (is_newer or owners[tensor.untyped_storage()._cdata] == 1):
-                _replace(entries, {name: copy.clone()}, self._meanwhile)
-            elif is_newer and self._hidden is not None:
-                _replace(entries, {name: self._hidden(name)}, self._meanwhile)
+    def _accept(self) -> None:
+        """Expect the versions of now, as a second run has written what the first one wrote."""
+        now = versions_of(self._tree.parameters)
+        self._expected = [_ANY if was == _ANY else found for was, found in zip(self._expected, now, strict=True)]
+        self._versions = [(each, each._version) for each, _ in self._versions]
 
     def _refuse(self, tensor: Tensor, expected: int) -> None:
-        named = chain(self._root.named_parameters(), self._root.named_buffers())
+        named = chain(self._tree.root.named_parameters(), self._tree.root.named_buffers())
         name = next((name for name, each in named if each is tensor), "of a functional call")
+        root = type(self._tree.root).__name__
         raise MutationError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{'parameter' if tensor.requires_grad else 'weight or buffer'} {name} of a {type(self._root).__name__} "
+            f"{'parameter' if tensor.requires_grad else 'weight or buffer'} {name} of a {root} "
             f"that is recomputed is at version {tensor._version}; expected version {expected} instead. Recompute "
             "would run with values that forward did not have: call backward before what changes them "
             "(optimizer.step, load_state_dict), or give this module another policy, such as raw.",
@@ -302,34 +251,89 @@ class Weights:
             found=tensor._version,
         )
 
-    def resume(self) -> None:
-        """Give the modules the entries that they had before `rewind`."""
+
+class RewoundWeights:
+    """Context in which modules have the weights and buffers of a snapshot. A failure leaves nothing changed.
+
+    Raises
+    ------
+    StateError : the second run has written other values to a tensor than the first one
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._meanwhile: list[tuple[Entries, Entries]] = []
+        self._borrowed: list[tuple[Module, Entries]] = []  # norms with their copies
+        self._first: list[tuple[str, Tensor, Tensor]] = []  # written tensors with the values of the first run
+        self._switched: list[Tensor] = []  # parameters that require a gradient for the second run alone, or not for it
+
+    def __enter__(self) -> None:
+        try:
+            self._rewind()
+        except BaseException:  # no memory for a copy
+            self._resume()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._resume()
+
+    def _rewind(self) -> None:
+        weights, tree, before = self._weights, self._weights._tree, self._meanwhile
+        trained = zip(tree.leaves, weights._trained, strict=True)
+        self._switched += [each for each, was in trained if each.requires_grad is not was]
         _switch(self._switched)
-        self._switched = []
+        before += [(entries, {name: entries[name]}) for entries, name in weights._computed if name in entries]
+        parameters = (each.registries[0] for each in tree.entries)
+        for entries, seen in chain(parameters, weights._seen):
+            _replace(entries, {n: was for n, was in seen.items() if _is_other(entries, n, was)}, before)
+        for module, limit in tree.limited:  # already limited; a second time could round differently
+            before.append((vars(module), {"max_norm": limit}))
+            vars(module)["max_norm"] = None
+        for buffers, estimates in weights._estimates:
+            _replace(buffers, _copies(estimates), before)  # the forward changes what it is given
+        self._rewind_unwritten()
+        copies: dict[int, Tensor] = {}  # a buffer of two modules is one tensor for both
+        copied, repeated = by_copy(each.before() for each in weights._watched)  # where the forward has not ended
+        for entries, name, tensor, _, copy in (*weights._written, *copied):
+            if copy is not None and name in entries:
+                twin = copies.setdefault(id(tensor), copy.clone())
+                _replace(entries, {name: twin}, before)
+        self._first = [(name, each, each.detach().clone()) for name, each in (*weights._repeated, *repeated)]
+        for statistics in weights._statistics:
+            self._borrowed += statistics.lend()
+
+    def _rewind_unwritten(self) -> None:
+        """Put copies, or stand-ins, in the place of tensors that other code has written to since the forward.
+
+        Small ones have copies in any case: no version tells a write to `Tensor.data`, also by the forward itself.
+        """
+        found = [each[2]() for each in self._weights._unwritten if each[4] is not None]
+        owners = Counter(tensor.untyped_storage()._cdata for tensor in found if tensor is not None)
+        for entries, name, known, version, copy in self._weights._unwritten:
+            tensor = known()
+            if entries.get(name) is not tensor or tensor is None:
+                continue
+            is_newer = tensor._version != version
+            if copy is not None and (is_newer or owners[tensor.untyped_storage()._cdata] == 1):
+                _replace(entries, {name: copy.clone()}, self._meanwhile)
+            elif is_newer and self._weights._hidden is not None:
+                _replace(entries, {name: self._weights._hidden(name)}, self._meanwhile)
+
+    def _resume(self) -> None:
+        """Give the modules the entries that they had before."""
+        _switch(self._switched)
         give_back(self._borrowed)
-        self._borrowed = []
         for entries, before in reversed(self._meanwhile):
             entries.update(before)
-        self._meanwhile = []
-        first, self._first = self._first, []
-        differs = [name for name, each, was in first if not _put_back(each, was)]
-        if not self._versions.shared:  # another call would otherwise take the second run's writes for its own
-            self._versions[:] = [(each, each._version) for each, _ in self._versions]
+        differs = [name for name, each, was in self._first if not _put_back(each, was)]
+        self._weights._accept()
         if differs:
             raise StateError(
-                f"{differs[0]} of a {type(self._root).__name__} that is recomputed: its forward must not write to it "
-                "in place, unless it writes the same each time. Its second run has written other values. "
+                f"{differs[0]} of a {type(self._weights._tree.root).__name__} that is recomputed: its forward must not "
+                "write to it in place, unless it writes the same each time. Its second run has written other values. "
                 "Assign a new tensor instead, or write keep in place of recompute.",
                 name=differs[0],
             )
-
-
-def _has_version(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether a version counter shows changes of a tensor, and sharding code does not change it."""
-    if tensor is None or tensor.is_inference():
-        return False
-    kind = tensor.__class__
-    return kind is Parameter or (kind is Tensor and not is_flat(tensor))
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -358,11 +362,6 @@ def _is_other(entries: Entries, name: str, was: Tensor | None) -> bool:
 def _sharding(tensor: Tensor) -> tuple[Any, Any]:
     """Return the mesh and placements of a DTensor; FSDP2's weights are DTensors, with other ones while gathered."""
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
-
-
-def is_flat(tensor: Tensor) -> bool:
-    """Return whether FSDP1 has gathered a weight: it is then part of one flat parameter."""
-    return bool(getattr(tensor._base, "_is_flat_param", False))
 
 
 def _put_back(tensor: Tensor, was: Tensor) -> bool:

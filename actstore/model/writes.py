@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from actstore.base.storage import storages_of
-
-Entries = dict[str, Any]  # a module's parameters or its buffers by name; None for one registered as None
+from actstore.model.tree import Entries
 
 
 class WatchedTensor(NamedTuple):

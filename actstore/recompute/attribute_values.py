@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
-from enum import Enum
 from functools import partial
-from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from operator import eq, ge, is_
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,20 +17,15 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from actstore.errors import StateError
-from actstore.model.weights import is_flat
+from actstore.model.tree import ABSENT, CONTAINERS, FUNCTIONS, OF_MODULES, has_variables, is_constant, is_flat
 
-CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size,
-)  # fmt: skip
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
-CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
-OF_MODULES = frozenset(vars(Module())) | {"forward"}  # attributes of PyTorch's own, and the wrapper of a store
-ABSENT = object()
 _OPERATORS = (
     "bool call contains delitem eq format float ge getitem gt index int iter le len lt ne neg next reversed setitem "
     "add and floordiv matmul mod mul or pow sub truediv xor radd rfloordiv rmatmul rmul rpow rsub rtruediv "
     "iadd imul isub"
 )
+HIDDEN = object()  # for a value that cannot wait
+MAX_WAITING_LENGTH = 64  # of a container
 MAX_WAITING_NBYTES = 2**20  # of a tensor that forward replaces: a larger one would cost what recomputing saves
 
 
@@ -99,18 +94,6 @@ def hidden_by_write(name: str) -> HiddenAttribute:
     )
 
 
-def is_constant(value: Any) -> bool:
-    """Return whether a value is plain: nothing can change it, and it holds no tensor."""
-    return isinstance(value, CONSTANTS) or (isinstance(value, tuple) and all(map(is_constant, value)))
-
-
-def has_variables(function: Any) -> bool:
-    """Return whether a function reads variables of enclosing functions, which may hold a graph. PyTorch's hold none."""
-    if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] == "torch":
-        return False
-    return function.__code__.co_freevars not in ((), ("__class__",))
-
-
 def names_of(before: dict[str, Any], entries: dict[str, Any]) -> Iterator[str]:
     return (name for name in {**before, **entries} if name not in OF_MODULES)
 
@@ -120,22 +103,24 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, Tensor) and is_flat(value)
 
 
-def waiting_value(name: str, value: Any) -> Any:
-    """Return what can wait for the second run: the value, or a stand-in where much memory would wait with it."""
+def can_wait(value: Any) -> bool:
+    """Return whether a value can wait for the second run: much memory must not wait with it."""
     if value is ABSENT or is_constant(value):
-        return value
-    if isinstance(value, _FUNCTIONS):
-        return hidden_by_forward(name) if has_variables(value) else value
+        return True
+    if isinstance(value, FUNCTIONS):
+        return not has_variables(value)
     if type(value) is partial:  # of a checkpoint function, as Transformers sets it
-        inner = [value.func, *value.args, *value.keywords.values()]
-        return value if all(waiting_value(name, part) is part for part in inner) else hidden_by_forward(name)
+        return all(map(can_wait, (value.func, *value.args, *value.keywords.values())))
     if type(value) in CONTAINERS:
-        parts = value.values() if isinstance(value, dict) else value
-        return value if all(waiting_value(name, part) is part for part in parts) else hidden_by_forward(name)
+        return all(map(can_wait, value.values() if isinstance(value, dict) else value))
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_inference():
-        return hidden_by_forward(name)
-    small = value.grad_fn is None and value.untyped_storage().nbytes() <= MAX_WAITING_NBYTES
-    return value if small else hidden_by_forward(name)
+        return False
+    return value.grad_fn is None and value.untyped_storage().nbytes() <= MAX_WAITING_NBYTES
+
+
+def waiting_value(name: str, value: Any) -> Any:
+    """Return what waits for the second run: the value, or a stand-in where it cannot."""
+    return value if can_wait(value) else hidden_by_forward(name)
 
 
 def waiting(name: str, content: Any) -> Any:
@@ -149,10 +134,10 @@ def waiting(name: str, content: Any) -> Any:
     return content
 
 
-def containers_of(entries: dict[str, Any], *, deep: bool = True) -> list[tuple[str, Any, Any]]:
+def containers_of(entries: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return the names of containers among attributes, each with the container and a copy."""
     return [
-        (name, value, copy_of(value) if deep else copy(value))
+        (name, value, copy_of(value))
         for name, value in entries.items()
         if name not in OF_MODULES and type(value) in CONTAINERS
     ]
@@ -199,3 +184,36 @@ def put(entries: dict[str, Any], name: str, value: Any) -> None:
         entries.pop(name, None)
     else:
         entries[name] = value
+
+
+def recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
+    """Return what tells whether an object is `value`, and keeps no graph alive that a tensor in it may be part of.
+
+    An object that has died is never taken for a later one at its address: it is known by a weak reference. Lists,
+    dicts and tuples take none. They are known by their parts, too: other parts, another object. Those inside of
+    them may get longer.
+    """
+    with suppress(TypeError):
+        reference = ref(value)
+        return lambda now: now is reference()
+    if not isinstance(value, list | dict | tuple):
+        return partial(is_, value)
+    address, fits = id(value), ge if inside else eq
+    parts = [recognizer(part, inside=True) for part in parts_of(value)]
+    return lambda now: (
+        id(now) == address
+        and isinstance(now, list | dict | tuple)
+        and fits(len(found := parts_of(now)), len(parts))
+        and all(is_same(part) for is_same, part in zip(parts, found, strict=False))
+    )
+
+
+def long_recognizer(value: Any) -> Callable[[Any], bool]:
+    """Return what tells whether an object is a container with the parts that it has now, and keeps no copy of these."""
+    known = hash(tuple(map(id, parts_of(value))))
+    return lambda now: now is value and hash(tuple(map(id, parts_of(now)))) == known
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return what a container holds, the keys of a dict among it."""
+    return [part for item in value.items() for part in item] if isinstance(value, dict) else [*value]

@@ -6,9 +6,10 @@ the first run has left is there again afterwards. So what a module counts, it co
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -17,29 +18,28 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
-from actstore.model.names import is_of_torch
+from actstore.model.snapshot import AS_IT_IS, Snapshot
+from actstore.model.tree import ABSENT, CONTAINERS, OF_MODULES, AttributeFound, Entries, ModuleTree, is_constant
 from actstore.recompute.attribute_values import (
-    ABSENT,
-    CONTAINERS,
+    HIDDEN,
+    MAX_WAITING_LENGTH,
+    can_wait,
     containers_of,
     copy_of,
     fill,
     has_same_content,
+    hidden_by_code,
     hidden_by_forward,
     hidden_by_part,
-    is_constant,
     is_sharded,
+    long_recognizer,
     names_of,
     put,
+    recognizer,
     waiting,
     waiting_value,
 )  # fmt: skip
-from actstore.recompute.later import LaterChanges
 from actstore.recompute.reached import ReachedState
-from actstore.recompute.registered import Registered
-from actstore.recompute.settings import ModuleSettings
-
-_NOTHING = nullcontext()
 
 
 class AttributeChange(NamedTuple):
@@ -50,151 +50,187 @@ class AttributeChange(NamedTuple):
     version : of a tensor, when forward ended
     """
 
-    entries: dict[str, Any]
+    entries: Entries
     name: str
     was: Any
     version: int
 
 
-class AttributeStates:
-    """The attributes of users' modules before a forward, so that it can run with them again.
+class AttributeKept(NamedTuple):
+    """One attribute that a forward has not changed, for a second run after other code has.
 
-    Known are attributes that forward gives another value, and lists, dicts, sets and deques in attributes that it
-    changes. Other objects that it changes inside are changed once more by each run.
+    Attributes
+    ----------
+    is_same : tells whether an object is the value
+    value : for the second run; `HIDDEN` for a value that cannot wait
+    """
+
+    entries: Entries
+    owner: str
+    name: str
+    is_same: Callable[[Any], bool]
+    value: Any
+
+
+class AttributeStates(Snapshot):
+    """The entries of modules before a forward, so that it can run with them again: all but tensors under known names.
+
+    Known are attributes that forward or other code gives another value, and lists, dicts, sets and deques in attributes
+    that it changes. Other objects that it changes inside are changed once more by each run. Parameters, buffers and
+    modules that it registers are absent in a second run. Those of a module that does not run again stay.
 
     Parameters
     ----------
-    modules : modules of PyTorch among them are left out: they have buffers for what they change
-    settings : those of these
-    once : modules that do not run again, and keep what they register
-    reached : what they lead to
+    loose : attributes that the tree cannot hold
+    reached : what the modules lead to
 
     Notes
     -----
     Not thread-safe: modules that change attributes must not run or be recomputed beside another thread.
     """
 
-    __slots__ = ("_before", "_changes", "_contents", "_has_failed", "_later", "_reached", "_registered", "_settings")
+    __slots__ = (
+        "_before",
+        "_changes",
+        "_children",
+        "_contents",
+        "_has_ended",
+        "_kept",
+        "_reached",
+        "_registered",
+        "_sizes",
+        "_tree",
+    )
 
     def __init__(
-        self,
-        modules: Sequence[Module],
-        settings: ModuleSettings | None = None,
-        once: Container[Module] = (),
-        reached: ReachedState | None = None,
+        self, tree: ModuleTree, loose: Sequence[AttributeFound] = (), reached: ReachedState | None = None
     ) -> None:
-        before: list[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = []
-        for module in modules:
-            kind: Any = type(module)
-            if not is_of_torch(kind):
-                entries = vars(module).copy()
-                before.append((module, entries, containers_of(entries)))
-        self._before: Sequence[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]] = before
-        self._later = LaterChanges(modules)
-        self._registered = Registered([module for module in modules if module not in once])
+        self._tree = tree
         self._reached = reached
-        self._settings = settings
-        self._has_failed = False
-        self._changes: Sequence[AttributeChange] = ()
-        self._contents: Sequence[tuple[dict[str, Any], str, Any]] = ()  # no containers: these may hold the output
+        self._before = [(each, copy_of(each.value) if type(each.value) in CONTAINERS else None) for each in loose]
+        self._has_ended = False
+        self._kept: list[AttributeKept] = []
+        self._changes: list[AttributeChange] = []
+        # A container that holds the same, and a copy; None where it may hold the output, as forward has changed it.
+        self._contents: list[tuple[Entries, str, Any, Any]] = []
+        self._children: list[tuple[Module | None, ...]] | None = None  # after a forward that has changed entries,
+        self._registered: list[tuple[Entries, str, Any]] = []  # what that has registered or removed,
+        self._sizes: list[int] | None = None  # and the sizes of all registries
 
     def ended(self) -> None:
-        """Mark the end of the forward, and drop what it has not changed."""
-        contents: dict[int, tuple[dict[str, Any], str, Any]] = {}
-        changes: list[AttributeChange] = []
-        for module, before, containers in self._before:
-            changes += _changes(module, before)
-            self._later.keep(module, before, containers)
-            for name, value, was in containers:
-                if not has_same_content(value, was):
-                    contents[id(value)] = vars(module), name, waiting(f"{type(module).__name__}.{name}", was)
-        self._changes, self._contents, self._before = tuple(changes), tuple(contents.values()), ()
-        self._later.ended()
-        self._registered.ended()
+        if not self._tree.is_current():
+            self._children = [tuple(module._modules.values()) for module in self._tree.modules]
+            self._registered = self._registered_now()
+            self._sizes = [len(entries) for entries, _ in self._tree.registries]
+        changed = set[int]()
+        for found, was in self._before:
+            self._keep(found, was, changed)
+        self._before, self._has_ended = [], True
         if self._reached is not None:
             self._reached.ended()
 
-    def failed(self) -> None:
-        """Mark the end of a forward by an error, and let go of what attributes had: it may hold the graph."""
-        self._before, self._has_failed, self._registered, self._reached = (), True, Registered(()), None
+    def _keep(self, found: AttributeFound, was: Any, changed: set[int]) -> None:
+        """Keep an attribute of the user's, and the content `was` of a container."""
+        entries, owner, name, value, _ = found
+        is_changed = was is not None and not has_same_content(value, was)
+        if is_changed and id(value) not in changed:
+            changed.add(id(value))
+            self._contents.append((entries, name, None, waiting(f"{owner}.{name}", was)))
+        now = entries.get(name, ABSENT)
+        if is_sharded(value) or is_sharded(now):
+            return
+        if now is not value:
+            waits = waiting_value(f"{owner}.{name}", value)
+            version = waits._version if isinstance(waits, Tensor) else 0
+            self._changes.append(AttributeChange(entries, name, waits, version))
+        elif can_wait(value):
+            if was is not None and not is_changed:
+                if len(was) <= MAX_WAITING_LENGTH:
+                    self._contents.append((entries, name, value, was))
+                else:
+                    self._kept.append(AttributeKept(entries, owner, name, long_recognizer(value), HIDDEN))
+            self._kept.append(AttributeKept(entries, owner, name, partial(is_, value), value))
+        elif not is_changed:
+            self._kept.append(AttributeKept(entries, owner, name, recognizer(value), HIDDEN))
 
     def rewound(self) -> AbstractContextManager[None]:
-        """Return a context in which the attributes have their values from before the forward.
+        """Return a context in which all entries are those from before the forward.
 
         A saved tensor that is read before the forward has ended runs it again in between.
 
         Raises
         ------
-        StateError : a module is another one since then; or the forward ended in an error
+        StateError : a module is another one since then
         """
-        if self._has_failed:
-            raise StateError(
-                "a tensor that a recomputed module has saved is read, and the forward of the module ended in an error. "
-                "Run the forward again, or write keep in place of recompute."
-            )
-        if self._before:
-            return self._paused()
-        values: list[tuple[Any, str, Any]] = [*self._later.values()]
-        contents = self._later.contents()
-        values += self._registered.values()
-        values += () if self._reached is None else self._reached.values()
-        values += () if self._settings is None else self._settings.changes()
+        values: list[tuple[Any, str, Any]] = [] if self._tree.is_current() else self._other_entries()
+        contents: list[tuple[Entries, str, Any]] = []
+        for found, was in self._before:
+            if found.entries.get(found.name, ABSENT) is not found.value and not is_sharded(found.value):
+                values.append((found.entries, found.name, found.value))
+            if was is not None and not has_same_content(found.value, was):
+                contents.append((found.entries, found.name, was))
+        for entries, owner, name, is_same, value in self._kept:
+            now = entries.get(name, ABSENT)
+            if not is_same(now) and not is_sharded(now):
+                values.append((entries, name, hidden_by_code(f"{owner}.{name}") if value is HIDDEN else value))
+        if self._has_ended and self._reached is not None:
+            values += self._reached.values()
         for change in self._changes:
             is_other = isinstance(change.was, Tensor) and change.was._version != change.version
             values.append((change.entries, change.name, hidden_by_forward(change.name) if is_other else change.was))
-        contents += self._contents
-        return self._rewound(values, contents) if values or contents else _NOTHING
+        for entries, name, value, was in self._contents:
+            if value is None or (entries.get(name, ABSENT) is value and not has_same_content(value, was)):
+                contents.append((entries, name, was))
+        return _placed(values, contents) if values or contents else AS_IT_IS
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        registered = self._rewound(self._registered.values(), [])
-        now = [
-            (module, entries := vars(module).copy(), containers_of(entries, deep=False))
-            for module, _, _ in self._before
+    def _other_entries(self) -> list[tuple[Entries, str, Any]]:
+        """Return the entries that are other ones now, with those for the second run."""
+        if self._has_ended:
+            self._check_children()
+        values: list[tuple[Entries, str, Any]] = []
+        for each in self._tree.entries:
+            attributes = each.attributes
+            for name, was in each.plain.items():
+                now = attributes.get(name, ABSENT)
+                if now is not was and not (isinstance(now, Tensor) if each.is_of_torch else is_sharded(now)):
+                    values.append((attributes, name, was))
+            if not each.is_of_torch:
+                new = attributes.keys() - each.names - OF_MODULES
+                values += [(attributes, name, ABSENT) for name in new if not is_sharded(attributes[name])]
+        if not self._has_ended:
+            return values + self._registered_now()
+        sizes = [len(before) for _, before in self._tree.registries] if self._sizes is None else self._sizes
+        later = [
+            (entries, name)
+            for (entries, _), size in zip(self._tree.registries, sizes, strict=True)
+            for name in [*entries][size:]
         ]
-        since = RemovableHandle.next_id
-        try:
-            _restore(
-                [(module, were, [(n, v, copy_of(was)) for n, v, was in each]) for module, were, each in self._before]
-            )
-            with registered:
-                yield
-        finally:
-            for module, _, _ in now:
-                _remove_hooks(vars(module), since)
-            _restore(now)
+        values += self._registered
+        return values + [(entries, name, ABSENT) for entries, name in later if not is_sharded(entries[name])]
 
-    @contextmanager
-    def _rewound(
-        self, befores: Sequence[tuple[Any, str, Any]], earlier: list[tuple[dict[str, Any], str, Any]]
-    ) -> Iterator[None]:
-        """Give attributes the values `befores` until exit, and the containers in attributes `earlier` content."""
-        values = [(entries, name, entries.get(name, ABSENT)) for entries, name, _ in befores]
-        orders = [(entries, [*entries]) for entries in {id(entries): entries for entries, _, _ in befores}.values()]
-        contents: list[tuple[Any, Any]] = []
-        since = RemovableHandle.next_id
-        try:
-            for entries, name, was in befores:
-                put(entries, name, was)
-            for entries, name, was in earlier:
-                value = entries.get(name, ABSENT)
-                if type(value) is type(was):
-                    contents.append((value, copy(value)))
-                    fill(value, copy_of(was))  # it may run again once more
-                else:  # the user has put another object there
-                    values.append((entries, name, value))
-                    put(entries, name, copy_of(was))
-            yield
-        finally:
-            for value, content in reversed(contents):
-                _remove_hooks(value, since)
-                fill(value, content)
-            for entries, name, now in values:
-                _remove_hooks(entries.get(name), since)
-                put(entries, name, now)
-            for entries, names in orders:
-                if isinstance(entries, dict) and [*entries] != names:
-                    entries |= {name: entries.pop(name) for name in names if name in entries}
+    def _registered_now(self) -> list[tuple[Entries, str, Any]]:
+        """Return what has been registered or removed since before the forward. `Weights` has other tensors."""
+        found = []
+        for entries, before in self._tree.registries:
+            for name in {**before, **entries}:
+                was, now = before.get(name, ABSENT), entries.get(name, ABSENT)
+                is_other = was is not now and (isinstance(was, Module) or was is ABSENT or now is ABSENT)
+                if is_other and not (is_sharded(was) or is_sharded(now)):
+                    found.append((entries, name, was))
+        return found
+
+    def _check_children(self) -> None:
+        """Check that each module holds the modules that forward has left in it. Of more, the second run knows none."""
+        for i, each in enumerate(self._tree.entries):
+            now, before = each.module._modules, each.registries[-1][1]
+            were = tuple(before.values()) if self._children is None else self._children[i]
+            if len(now) < len(were) or not all(map(is_, now.values(), were)):
+                names = [name for name, was in zip(now, were, strict=False) if now[name] is not was]
+                raise StateError(
+                    f"module={type(each.module).__name__}.{names[0] if names else ''}: it was replaced between forward "
+                    "and backward, and a recomputed module must run as in forward. Replace it after backward, or write "
+                    "keep in place of recompute."
+                )
 
 
 class Effects(NamedTuple):
@@ -255,29 +291,35 @@ def hidden(effects: Iterable[Effects]) -> Iterator[None]:
             put(vars(module), name, value)
 
 
-def _changes(module: Module, before: dict[str, Any]) -> Iterator[AttributeChange]:
-    """Yield the attributes of a module that are other objects than before."""
-    entries = vars(module)
-    if len(before) == len(entries) and all(map(is_, before.values(), entries.values())) and [*before] == [*entries]:
-        return
-    for name in names_of(before, entries):
-        was, now = before.get(name, ABSENT), entries.get(name, ABSENT)
-        if was is now or is_sharded(was) or is_sharded(now):
-            continue
-        was = waiting_value(f"{type(module).__name__}.{name}", was)
-        yield AttributeChange(entries, name, was, was._version if isinstance(was, Tensor) else 0)
-
-
-def _restore(states: Iterable[tuple[Module, dict[str, Any], list[tuple[str, Any, Any]]]]) -> None:
-    """Give modules back the attributes that they had, and containers their content."""
-    for module, were, containers in states:
-        entries = vars(module)
-        for name in list(names_of(were, entries)):
-            was, now = were.get(name, ABSENT), entries.get(name, ABSENT)
-            if not (was is now or is_sharded(was) or is_sharded(now)):
-                put(entries, name, was)
-        for _, value, content in containers:
+@contextmanager
+def _placed(befores: Sequence[tuple[Any, str, Any]], earlier: Sequence[tuple[Entries, str, Any]]) -> Iterator[None]:
+    """Give attributes the values `befores` until exit, and the containers in attributes `earlier` content."""
+    values = [(entries, name, entries.get(name, ABSENT)) for entries, name, _ in befores]
+    orders = [(entries, [*entries]) for entries in {id(entries): entries for entries, _, _ in befores}.values()]
+    contents: list[tuple[Any, Any]] = []
+    since = RemovableHandle.next_id
+    try:
+        for entries, name, was in befores:
+            put(entries, name, was)
+        for entries, name, was in earlier:
+            value = entries.get(name, ABSENT)
+            if type(value) is type(was):
+                contents.append((value, copy(value)))
+                fill(value, copy_of(was))  # it may run again once more
+            else:  # the user has put another object there
+                values.append((entries, name, value))
+                put(entries, name, copy_of(was))
+        yield
+    finally:
+        for value, content in reversed(contents):
+            _remove_hooks(value, since)
             fill(value, content)
+        for entries, name, now in values:
+            _remove_hooks(entries.get(name), since)
+            put(entries, name, now)
+        for entries, names in orders:
+            if isinstance(entries, dict) and [*entries] != names:
+                entries |= {name: entries.pop(name) for name in names if name in entries}
 
 
 def _remove_hooks(value: Any, since: int) -> None:

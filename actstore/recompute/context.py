@@ -10,15 +10,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from actstore.recompute.attribute_values import (
-    ABSENT,
-    CONTAINERS,
-    copy_of,
-    hidden_by_code,
-    is_constant,
-    waiting_value,
-)  # fmt: skip
-from actstore.recompute.later import recognizer
+from actstore.model.tree import ABSENT, CONTAINERS, is_constant
+from actstore.recompute.attribute_values import can_wait, copy_of, hidden_by_code, recognizer
 
 _T = TypeVar("_T")
 
@@ -49,7 +42,7 @@ def _kept(variable: ContextVar[Any], value: Any) -> Callable[[Any], Any]:
     if is_constant(value):
         return lambda _: value
     name = f"ContextVar {variable.name}"
-    if waiting_value(name, value) is value:
+    if can_wait(value):
         if isinstance(value, Tensor):
             version = value._version
             return lambda _: value if value._version == version else hidden_by_code(name)

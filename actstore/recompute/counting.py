@@ -97,7 +97,7 @@ class FirstHooks:
         self._scope = scope
         self._call = call
         self._diverged = diverged
-        self._buffers = call.weights.buffers
+        self._buffers = call.state.weights.buffers
         self._counted = scope.storages.counted
         self._early = torch_checkpoints._enable_checkpoint_early_stop is not False  # PyTorch's setting for its own
         self._slots: list[ref[SavedSlot]] = []
@@ -140,7 +140,7 @@ class FirstHooks:
                     self._fresh += self._scope.storages.count(key, storage, part)
                 self._sizes[key] = storage.nbytes()
             if key in self._buffers:
-                call.weights.saved(key)
+                call.state.weights.saved(key)
         number = _get_sequence_nr()
         if number != self._number:
             self._number, call.unsettled = number, False
@@ -222,8 +222,7 @@ class LaterHooks:
             with (
                 suppress(_StopRecomputationError),
                 modes_paused(),
-                call.surroundings.again(),
-                call.rewound(),
+                call.state.rewound(),
                 saved_tensors_hooks(self._save, self._read),
             ):
                 again, self._booked, self._repeating = call.again()

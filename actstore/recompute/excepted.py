@@ -25,7 +25,7 @@ from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
 from actstore.base.note import Note
 from actstore.base.trees import flatten
 from actstore.errors import StateError
-from actstore.model.generators import GeneratorAccess
+from actstore.model.generators import Generator
 from actstore.policy import Decision, Keep
 from actstore.policy.decision import exactly
 from actstore.recompute.attributes import Effects, PartAttributes
@@ -133,7 +133,7 @@ class ExceptedCall:
         self.part = part
         self.effects = Effects([], [])
         self._views: list[ArgumentView] = []
-        self._states: list[tuple[GeneratorAccess, Any]] = []
+        self._states: list[tuple[Generator, Any]] = []
         self._output: PartOutput | None = None
         self._packs = 0
         self._watched: list[list[int]] = []  # identities of the tensors over each payload of several

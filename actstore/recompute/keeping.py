@@ -27,7 +27,7 @@ from actstore.base.redispatch import OperatorMode, redispatch
 from actstore.base.storage import storages_of
 from actstore.base.tracing import is_traced
 from actstore.base.trees import flatten
-from actstore.model.generators import GeneratorAccess
+from actstore.model.generators import Generator
 from actstore.policy import Encode, Keep, Offload
 from actstore.recompute import collectives
 from actstore.recompute.collectives import call_shape, is_collective, writes_results
@@ -255,7 +255,7 @@ class Keeping(ResultMode):
             copies = [own_copy(tensor.detach()) for tensor in tensors]
         self._settle(MadeResult(call, copies, frame, decision))
 
-    def _states(self, operator: Any) -> list[tuple[GeneratorAccess, Any]]:
+    def _states(self, operator: Any) -> list[tuple[Generator, Any]]:
         """Return the states of the generators that an operator may draw from."""
         if not draws(operator):
             return []

@@ -7,15 +7,18 @@ another mode returns them in the same order. Values and gradients follow the new
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from actstore.base.redispatch import OperatorMode
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.operators import DISCRETE
+
+_NOTHING = nullcontext()
 
 
 class Mode(OperatorMode):
@@ -33,9 +36,13 @@ class Mode(OperatorMode):
         return len(self._kept)
 
 
+def modes_paused() -> AbstractContextManager[None]:
+    """Return a context to run a region again while regions run: its operators belong to none of these."""
+    return _modes_paused() if _len_torch_dispatch_stack() else _NOTHING
+
+
 @contextmanager
-def modes_paused() -> Iterator[None]:
-    """Run a region again while regions run: its operators belong to none of these."""
+def _modes_paused() -> Iterator[None]:
     paused = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Mode) and not mode.paused]
     for mode in paused:
         mode.paused = True

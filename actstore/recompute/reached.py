@@ -17,22 +17,26 @@ from torch import Tensor
 from torch.nn import Module
 
 from actstore.model.generators import has_state
-from actstore.model.names import is_of_torch
-from actstore.recompute.attribute_values import (
+from actstore.model.tree import (
     ABSENT,
     CONSTANTS,
     CONTAINERS,
     OF_MODULES,
+    AttributeFound,
+    ModuleTree,
+    has_variables,
+    is_constant,
+)  # fmt: skip
+from actstore.recompute.attribute_values import (
+    MAX_WAITING_LENGTH,
+    can_wait,
     copy_of,
     has_same_content,
-    has_variables,
     hidden_by_code,
-    is_constant,
     is_sharded,
-    waiting_value,
+    recognizer,
 )
 from actstore.recompute.forwards import InstanceForward
-from actstore.recompute.later import MAX_WAITING_LENGTH, recognizer
 from actstore.recompute.reached_entries import CellEntries, ClassEntries, ReachedEntries
 
 MAX_DEPTH = 4  # of objects in objects
@@ -52,7 +56,9 @@ class ReachedState:
 
     Parameters
     ----------
-    modules : in the region: their attributes are not among the values, but what these lead to, as context variables do
+    tree : the modules of the region: their attributes are not among the values, but what these lead to, as context
+        variables do
+    loose : attributes of these that are not plain
 
     Attributes
     ----------
@@ -61,13 +67,26 @@ class ReachedState:
 
     __slots__ = ("_others", "_plain", "_seen", "generators")
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, tree: ModuleTree, loose: Iterable[AttributeFound]) -> None:
         self.generators: list[Any] = []
         self._plain: list[_PlainValues] = []
         self._others: list[_Known] = []
-        self._seen = set(map(id, modules))
-        for module in modules:
-            self._visit_module(module)
+        self._seen = set(map(id, tree.modules))
+        for kind in tree.kinds:
+            self._visit_class(kind)
+        for entries, owner, name, value, _ in loose:
+            kind = _kind_of(type(value))
+            if kind >= _CONTAINER:
+                if kind == _CONTAINER and (known := _versions_in(value)):
+                    self._others.append(_Known(entries, name, owner, partial(_are_unwritten, known), _nothing))
+                self._visit(value, kind, 0)
+        for forward in filter(None, [each.attributes.get("forward") for each in tree.entries]):
+            while isinstance(forward, InstanceForward):
+                forward = forward.own
+            self._visit(forward, _kind_of(type(forward)), 0)
+        for module in tree.hooked:
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                self._visit(hook, _kind_of(type(hook)), 0)
         for value in copy_context().values():
             self._visit(value, _kind_of(type(value)), 0)
 
@@ -88,25 +107,6 @@ class ReachedState:
                 hidden = hidden_by_code(f"{each.owner}.{each.name}") if was is ABSENT else was
                 found.append((each.entries, each.name, hidden))
         return found
-
-    def _visit_module(self, module: Module) -> None:
-        kind: Any = type(module)
-        entries = vars(module)
-        if not is_of_torch(kind):
-            self._visit_class(kind)
-            for name, value in [each for each in entries.items() if each[0] not in OF_MODULES]:
-                found = _kind_of(type(value))
-                if found >= _CONTAINER:
-                    if found == _CONTAINER and (known := _versions_in(value)):
-                        is_same = partial(_are_unwritten, known)
-                        self._others.append(_Known(entries, name, kind.__name__, is_same, _nothing))
-                    self._visit(value, found, 0)
-        if "forward" in entries or module._forward_pre_hooks or module._forward_hooks:
-            forward = entries.get("forward")
-            while isinstance(forward, InstanceForward):
-                forward = forward.own
-            for each in (forward, *module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                self._visit(each, _kind_of(type(each)), 0)
 
     def _visit(self, value: Any, kind: int, depth: int) -> None:
         """Visit what a value leads to."""
@@ -157,7 +157,7 @@ class ReachedState:
     def _visit_others(self, entries: _Entries, others: Iterable[_Other], owner: str, depth: int) -> None:
         for name, value, kind in others:
             if kind != _GENERATOR and not _is_distributed(value):
-                self._others.append(_Known(entries, name, owner, *_recognizer(name, value, kind)))
+                self._others.append(_Known(entries, name, owner, *_recognizer(value, kind)))
             if kind > _TENSOR:
                 self._visit(value, kind, depth + 1)
 
@@ -307,12 +307,12 @@ def _are_unwritten(known: list[tuple[ref[Tensor], int]], _: Any) -> bool:
     return all((tensor := weak()) is None or tensor._version == version for weak, version in known)
 
 
-def _recognizer(name: str, value: Any, kind: int) -> tuple[Callable[[Any], bool], Callable[[], Any]]:
+def _recognizer(value: Any, kind: int) -> tuple[Callable[[Any], bool], Callable[[], Any]]:
     """Return what tells whether a value is the same, and what returns that for the second run."""
     if kind == _TENSOR:
         weak, version = ref(value), 0 if value.is_inference() else value._version
         is_unwritten = partial(_are_unwritten, [(weak, version)] if not value.is_inference() else [])
-        waiting = _nothing if waiting_value(name, value) is not value else partial(_waiting_tensor, value, version)
+        waiting = partial(_waiting_tensor, value, version) if can_wait(value) else _nothing
         return lambda now: now is weak() and is_unwritten(now), waiting
     if kind != _CONTAINER:
         return recognizer(value), _nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -18,18 +17,13 @@ from actstore.base.ledger import Account
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, unflatten
 from actstore.errors import StateError
-from actstore.model.generators import GeneratorStates
-from actstore.model.parametrizations import CachedWeights
-from actstore.model.surroundings import Surroundings
-from actstore.model.switches import Switches
 from actstore.model.weights import Weights
-from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.chain import CallChain, Carry, Values
-from actstore.recompute.context import ContextValues
 from actstore.recompute.keeping import keeping, serving
 from actstore.recompute.modes import modes_paused
 from actstore.recompute.offers import Offers
 from actstore.recompute.recording import Recording
+from actstore.recompute.region_state import RegionState, ThreadState
 from actstore.recompute.repeating import Repeating
 from actstore.recompute.running import Booked, FirstRun, LaterRun, RegionParts
 
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
 
 
 TensorHook = Callable[[Tensor], Tensor | None]
-_NOTHING = nullcontext()
 
 
 class CallInput(NamedTuple):
@@ -77,14 +70,10 @@ class RegionCall:
     __slots__ = (
         "__weakref__",
         "account",
-        "attributes",
-        "cached",
         "chain",
-        "context",
         "decisions",
         "form",
         "forward",
-        "generators",
         "given",
         "is_over",
         "made",
@@ -95,11 +84,9 @@ class RegionCall:
         "same",
         "saved_nbytes",
         "sources",
-        "surroundings",
-        "switches",
+        "state",
         "unpack",
         "unsettled",
-        "weights",
     )  # fmt: skip
 
     def __init__(
@@ -110,12 +97,7 @@ class RegionCall:
         leaves: list[Any],
         form: Form,
         unpack: Callable[[Any], Tensor],
-        weights: Weights,
-        attributes: AttributeStates,
-        generators: GeneratorStates,
-        surroundings: Surroundings,
-        switches: Switches,
-        context: ContextValues,
+        state: RegionState,
     ) -> None:
         self.region = region
         self.account = account
@@ -124,12 +106,7 @@ class RegionCall:
         self.form = form
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.unpack = unpack
-        self.weights = weights
-        self.attributes = attributes
-        self.generators = generators
-        self.surroundings = surroundings
-        self.switches = switches
-        self.context = context
+        self.state = state
         self.sources: dict[int, CallInput] = {}
         self.same: dict[int, int] = {}  # arguments that are one tensor: `attention(x, x, x)` tests their identity
         self.is_over = False
@@ -140,7 +117,6 @@ class RegionCall:
         self.parts: RegionParts | None = None
         self.saved_nbytes = 0  # saved by autograd in the first run, without the inputs
         self.unsettled = False
-        self.cached = CachedWeights()
 
     def carries(self) -> Iterator[Carry]:
         """Yield the inputs that other calls of the chain have returned."""
@@ -168,9 +144,7 @@ class RegionCall:
     def ended(self, packs: int) -> None:
         """Note the end of the first run, which has saved `packs` tensors."""
         self.is_over = True
-        self.generators.ended()
-        self.weights.ended()
-        self.attributes.ended()
+        self.state.ended()
         if self.decisions is not None:
             self.decisions.ended()
         for part in () if self.parts is None else self.parts.calls:
@@ -179,7 +153,7 @@ class RegionCall:
     def again(self) -> tuple[Callable[[], Any], Booked, Repeating | None]:
         """Prepare a rerun on equal inputs. Returns its function, the storages that are booked as held, and its mode.
 
-        The caller enters `rewound`. Repeatable, and safe from any thread.
+        The caller rewinds its state. Repeatable, and safe from any thread.
         """
         values = self.chain.values_for(self) if self.chain is not None else {}
         return self._prepare(values)
@@ -190,7 +164,7 @@ class RegionCall:
         Gradients are enabled as in the first run, because operators choose kernels by it and their bits differ.
         """
         run, _, _ = self._prepare(values)
-        with modes_paused(), self.surroundings.again(), _no_hooks(), self.rewound():
+        with modes_paused(), self.state.rewound(), _no_hooks():
             return tree_leaves(run())
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], Booked, Repeating | None]:
@@ -219,7 +193,7 @@ class RegionCall:
         later = None if self.parts is None else LaterRun(self.parts, kept, fixed)
         forward = self.forward if later is None else partial(later.run, serving(later, self.forward))
         if self.decisions is None:
-            return partial(self.context.run, lambda: forward(*args, **kwargs)), kept, None
+            return partial(self.state.run, lambda: forward(*args, **kwargs)), kept, None
         repeating = Repeating(self.decisions, fixed)
         if later is not None:
             later.mode = repeating
@@ -228,25 +202,7 @@ class RegionCall:
             with repeating:
                 return forward(*args, **kwargs)
 
-        return partial(self.context.run, run), kept, repeating
-
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Give modules the weights, buffers and attributes from before the first run until exit.
-
-        The same holds for the states of generators, the default device, modes of the user's own, and PyTorch's
-        switches.
-        """
-        weights, generators = self.weights.again(), self.generators.again()
-        with self.switches.again(), self.surroundings.placed(), self.attributes.rewound(), self.cached.again():
-            weights.rewind()
-            try:
-                generators.rewind()
-                with _outside_of_vmap(), self.surroundings.under_modes():
-                    yield
-            finally:
-                generators.resume()
-                weights.resume()
+        return partial(self.state.run, run), kept, repeating
 
 
 class CallOutput(NamedTuple):
@@ -263,9 +219,7 @@ class Calls:
     """The recomputed calls of one entry of a store on one thread, and their outputs."""
 
     def __init__(self) -> None:
-        self.generators: GeneratorStates | None = None  # of the last call
-        self.surroundings: Surroundings | None = None  # of the last call
-        self.switches: Switches | None = None  # in the last call
+        self.state = ThreadState()
         self.weights: dict[object, Weights] = {}  # of the last call, by module
         self.offers = Offers()
         self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
@@ -320,24 +274,6 @@ def _fresh(tensor: Tensor, hooks: tuple[TensorHook, ...] = (), *, requires_grad:
         for hook in hooks:
             alias.register_hook(hook)
     return alias
-
-
-def _outside_of_vmap() -> AbstractContextManager[None]:
-    """Leave the vmap of a backward with `is_grads_batched`, which refuses random numbers. No rerun is batched."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    return _outside_of_levels(level) if level else _NOTHING
-
-
-@contextmanager
-def _outside_of_levels(level: int) -> Iterator[None]:
-    for _ in range(level):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(level):
-            torch._C._vmapmode_increment_nesting()
 
 
 def _no_hooks() -> saved_tensors_hooks:

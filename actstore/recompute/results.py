@@ -11,7 +11,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.autograd.handles import Kept, check_version, is_exact
 from actstore.base.storage import storages_of
-from actstore.model.generators import GeneratorAccess
+from actstore.model.generators import Generator
 from actstore.recompute.outputs import witness_of
 from actstore.recompute.running import LaterRun
 
@@ -84,7 +84,7 @@ class OperatorCall:
         self.operator = operator
         self.shape = shape
         self.packs = packs
-        self.states: list[tuple[GeneratorAccess, Any]] = []
+        self.states: list[tuple[Generator, Any]] = []
         self.decisions = 0
         self.form: Any = None
         self.runs_again = True  # no rule is for this call, or its result cannot wait

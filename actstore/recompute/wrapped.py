@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -22,37 +22,26 @@ from actstore.base.note import Note
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten
 from actstore.errors import PolicyError, StateError
-from actstore.model.generators import GeneratorStates
-from actstore.model.names import named_modules
-from actstore.model.surroundings import Surroundings
-from actstore.model.switches import Switches
-from actstore.model.weights import Weights
+from actstore.model.tree import ModuleTree
 from actstore.model.writes import WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import counting
-from actstore.recompute.attribute_values import hidden_by_write
-from actstore.recompute.attributes import AttributeStates
 from actstore.recompute.caches import has_cache, without_caches
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import RegionWarnings
-from actstore.recompute.context import ContextValues
 from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
-from actstore.recompute.reached import ReachedState
+from actstore.recompute.region_state import RegionState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
 from actstore.recompute.schedule import schedule_of
-from actstore.recompute.settings import ModuleSettings
 from actstore.recompute.unread import compiles
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
     from actstore.recompute.inner_rules import InnerRules
-
-
-_STATELESS = {torch.device("cpu"), torch.device("meta")}  # or devices with a generator that is always known
 
 
 class Entered(Protocol):
@@ -123,7 +112,7 @@ class Wrapped(ForwardWrapper):
         self._watches = True  # which outputs of parts the region reads: the first call tells whether one has several
         self._lengths: dict[int, int] = {}
         self._writes = WriteHistory()
-        self._settings: ModuleSettings | None = None  # in the last call
+        self._tree: ModuleTree | None = None  # of the last call
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entry = self._entry_of()
@@ -165,7 +154,7 @@ class Wrapped(ForwardWrapper):
         try:
             output = hooks.run(begun)
         except BaseException:
-            call.attributes.failed()
+            call.state.failed()
             raise
         finally:
             call.given = None
@@ -173,7 +162,7 @@ class Wrapped(ForwardWrapper):
         call.ended(hooks.packs)
         if begun is not None and begun.reads is not None:
             self._watches = begun.drop_unread()
-        call.weights = calls.weights[self] = call.weights.one_of(calls.weights.get(self))
+        call.state.weights = calls.weights[self] = call.state.weights.one_of(calls.weights.get(self))
         if call.decisions is not None:
             calls.offers.add(call.decisions)
         if call.chain is not None:
@@ -188,7 +177,7 @@ class Wrapped(ForwardWrapper):
         repeats = call.decisions is not None
 
         def run() -> None:
-            with torch.enable_grad(), call.rewound():
+            with call.state.rewound():
                 call.again()[0]()
 
         return divergence(
@@ -201,7 +190,9 @@ class Wrapped(ForwardWrapper):
         """Return a call that begins. The store has its tensors, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's hooks, or hooks that were entered inside
         tracker, place = scope.tracker, scope.tracker.frame.place
-        call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, *self._state(calls, leaves))
+        self._tree = ModuleTree.now(self._module, self._idle, self._tree)
+        state = RegionState(self._tree, leaves, calls.state, self._writes)
+        call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, state)
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.decision = self._decision
         carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
@@ -242,31 +233,12 @@ class Wrapped(ForwardWrapper):
             call.parts = self._parts(call)
         return call
 
-    def _state(
-        self, calls: Calls, leaves: list[Any]
-    ) -> tuple[Weights, AttributeStates, GeneratorStates, Surroundings, Switches, ContextValues]:
-        """Return what later runs put back, beside the arguments."""
-        modules = [module for _, module in named_modules(self._module)]
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - _STATELESS
-        reached = None if (gathered := _is_gathered(modules)) else ReachedState(modules)
-        given = leaves if reached is None or not reached.generators else [*leaves, *reached.generators]
-        generators = calls.generators = GeneratorStates(modules, devices, calls.generators, given)
-        surroundings = calls.surroundings = Surroundings.now(calls.surroundings)
-        switches = calls.switches = Switches.now(calls.switches)
-        weights = Weights(self._module, modules, self._idle, self._writes, hidden_by_write)
-        if gathered:
-            attributes = AttributeStates(())
-        else:
-            self._settings = ModuleSettings.now(modules, self._settings)
-            attributes = AttributeStates(modules, self._settings, self._idle, reached)
-        return weights, attributes, generators, surroundings, switches, ContextValues()
-
     def _parts(self, call: RegionCall) -> RegionParts:
         """Return the calls of excepted parts in a call that begins: none so far."""
         handles = [source.handle if source.carry is None else source.carry.handle for source in call.sources.values()]
         exact = not (self._repeats or self._lossy) and not any(map(is_lossy, handles))
         return RegionParts(
-            self._region, self._once, exact, call.generators, call.weights, call.unpack, self._inner, [], []
+            self._region, self._once, exact, call.state.generators, call.state.weights, call.unpack, self._inner, [], []
         )
 
     @property
@@ -314,14 +286,6 @@ class Wrapped(ForwardWrapper):
 def _is_lazy(module: Module) -> bool:
     """Return whether a module has weights or buffers that its next forward makes."""
     return any(map(is_lazy, (*module.parameters(), *module.buffers())))
-
-
-def _is_gathered(modules: Iterable[Module]) -> bool:
-    """Return whether DeepSpeed gathers the weights: its hooks count, in attributes, each run of a module."""
-    for module in modules:
-        for weight in module._parameters.values():
-            return hasattr(weight, "ds_id")
-    return False
 
 
 def _in_region(pack: Any) -> bool:

@@ -13,6 +13,7 @@ from actstore.base import tracing
 from actstore.base.ledger import Claim, Ledger
 from actstore.base.spec import Spec
 from actstore.errors import ActstoreError
+from actstore.model import generators
 from actstore.model.generators import GeneratorStates
 from actstore.model.weights import Weights
 from actstore.recompute import replay
@@ -62,11 +63,11 @@ def only_casts_of_parameters(patch):
 
 
 def no_rewind(patch):
-    patch.setattr(GeneratorStates, "rewind", nothing)
+    patch.setattr(GeneratorStates, "rewind", lambda *_: [])
 
 
 def no_resume(patch):
-    patch.setattr(GeneratorStates, "resume", nothing)
+    patch.setattr(generators, "resume", nothing)
 
 
 def a_new_estimate(patch):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from actstore import ActivationStore
+from actstore.model.tree import ModuleTree
 from actstore.model.weights import Weights
 from tests.autograd.checks import check_same, train_step
 from tests.autograd.models import WIDTH
@@ -147,14 +148,13 @@ def test_without_memory_for_a_copy_nothing_changes():
     own, norms = nn.Linear(2, 2), [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
     norms[1].running_var = torch.ones(2).as_subclass(Uncopyable)
     both = nn.ModuleList([own, *norms])
-    weights = Weights(both, both.modules())
+    weights = Weights(ModuleTree(both))
     own.weight = nn.Parameter(torch.zeros(2, 2))
     before = [*own.parameters(), *norms[0].buffers(), *norms[1].buffers()]
-    with pytest.raises(torch.OutOfMemoryError):
-        weights.rewind()
+    with pytest.raises(torch.OutOfMemoryError), weights.rewound():
+        pytest.fail("there is no memory for a copy")
     after = [*own.parameters(), *norms[0].buffers(), *norms[1].buffers()]
     assert all(a is b for a, b in zip(after, before, strict=True))
-    weights.resume()
 
 
 @pytest.mark.parametrize("kind", ["dtensor", "flat"])
@@ -171,23 +171,21 @@ def test_what_was_gathered_or_sharded_meanwhile_is_left_as_it_is(kind, was_shard
         gathered = flat.view(2, 2)
     before, now = (sharded, gathered) if was_sharded else (gathered, sharded)
     module._parameters["weight"] = before
-    weights = Weights(module, module.modules())
+    weights = Weights(ModuleTree(module))
     module._parameters["weight"] = now
-    weights.rewind()
-    assert module._parameters["weight"] is now
-    weights.resume()
+    with weights.rewound():
+        assert module._parameters["weight"] is now
     assert module._parameters["weight"] is now
 
 
 def test_the_limit_of_rows_outlives_two_threads():
     rows = nn.Embedding(4, WIDTH, max_norm=0.5)
-    first = Weights(rows, rows.modules())
+    first = Weights(ModuleTree(rows))
     first.ended()
-    second = first.again()
-    first.rewind()
-    second.rewind()
-    first.resume()
-    second.resume()
+    one, other = first.rewound(), first.rewound()
+    one.__enter__()
+    with other:
+        one.__exit__()
     assert rows.max_norm == 0.5
 
 
