@@ -295,17 +295,22 @@ class _NumpyGlobal(SharedGenerator):
             return state
         return self.read()
 
-    def _read(self) -> tuple[tuple[int, bytes] | None, bytes]:
+    def _read(self) -> tuple[tuple[int, bytes] | None, Any]:
         address = self._address()
-        words = bytes(_memory(address)) if address else b""
-        full: Any = _numpy_random.get_state(legacy=False)
-        stable = words and not full["has_gauss"] and self._address() == address
-        known = (address, words) if stable and words.startswith(_memory(address)) else None
-        return known, pickle.dumps(full)
+        if not address:
+            return None, pickle.dumps(_numpy_random.get_state(legacy=False))
+        words = bytes(_memory(address))
+        name, key, position, has_gauss, gauss = _numpy_random.get_state()
+        stable = not has_gauss and self._address() == address and words.startswith(_memory(address))
+        return (address, words) if stable else None, (name, key.tobytes(), position, has_gauss, gauss)
 
-    def set(self, state: bytes) -> None:
+    def set(self, state: Any) -> None:
         self._known = None, self._known[1]
-        _numpy_random.set_state(pickle.loads(state))
+        if isinstance(state, bytes):
+            _numpy_random.set_state(pickle.loads(state))
+        else:
+            name, key, *rest = state
+            _numpy_random.set_state((name, np.frombuffer(key, np.uint32), *rest))
 
     @staticmethod
     def _address() -> int:

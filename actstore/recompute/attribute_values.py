@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
 from operator import eq, ge, is_
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
 from actstore.model.tree import ABSENT, CONTAINERS, FUNCTIONS, OF_MODULES, has_variables, is_constant, is_flat
@@ -217,3 +218,47 @@ def long_recognizer(value: Any) -> Callable[[Any], bool]:
 def parts_of(value: Any) -> list[Any]:
     """Return what a container holds, the keys of a dict among it."""
     return [part for item in value.items() for part in item] if isinstance(value, dict) else [*value]
+
+
+@contextmanager
+def placed(
+    befores: Sequence[tuple[Any, str, Any]], earlier: Sequence[tuple[dict[str, Any], str, Any]]
+) -> Iterator[None]:
+    """Give attributes the values `befores` until exit, and the containers in attributes `earlier` content."""
+    values = [(entries, name, entries.get(name, ABSENT)) for entries, name, _ in befores]
+    orders = [(entries, [*entries]) for entries in {id(entries): entries for entries, _, _ in befores}.values()]
+    contents: list[tuple[Any, Any]] = []
+    since = RemovableHandle.next_id
+    try:
+        for entries, name, was in befores:
+            put(entries, name, was)
+        for entries, name, was in earlier:
+            value = entries.get(name, ABSENT)
+            if type(value) is type(was):
+                contents.append((value, copy(value)))
+                fill(value, copy_of(was))  # it may run again once more
+            else:  # the user has put another object there
+                values.append((entries, name, value))
+                put(entries, name, copy_of(was))
+        yield
+    finally:
+        for value, content in reversed(contents):
+            _remove_hooks(value, since)
+            fill(value, content)
+        for entries, name, now in values:
+            _remove_hooks(entries.get(name), since)
+            put(entries, name, now)
+        for entries, names in orders:
+            if isinstance(entries, dict) and [*entries] != names:
+                entries |= {name: entries.pop(name) for name in names if name in entries}
+
+
+def _remove_hooks(value: Any, since: int) -> None:
+    """Remove each hook whose handle is about to be dropped, if it is not older than the handle with number `since`."""
+    if type(value) in CONTAINERS:
+        for part in value.values() if isinstance(value, dict) else value:
+            _remove_hooks(part, since)
+    elif isinstance(value, RemovableHandle):
+        parts = getattr(value, "handles", (value,))  # a hook on several tensors has some
+        if all(part.id >= since for part in parts):
+            value.remove()

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
 from actstore.model.snapshot import AS_IT_IS, Snapshot
@@ -26,7 +24,6 @@ from actstore.recompute.attribute_values import (
     can_wait,
     containers_of,
     copy_of,
-    fill,
     has_same_content,
     hidden_by_code,
     hidden_by_forward,
@@ -34,12 +31,12 @@ from actstore.recompute.attribute_values import (
     is_sharded,
     long_recognizer,
     names_of,
+    placed,
     put,
     recognizer,
     waiting,
     waiting_value,
 )  # fmt: skip
-from actstore.recompute.reached import ReachedState
 
 
 class AttributeChange(NamedTuple):
@@ -82,7 +79,6 @@ class AttributeStates(Snapshot):
     Parameters
     ----------
     loose : attributes that the tree cannot hold
-    reached : what the modules lead to
 
     Notes
     -----
@@ -102,11 +98,8 @@ class AttributeStates(Snapshot):
         "_tree",
     )
 
-    def __init__(
-        self, tree: ModuleTree, loose: Sequence[AttributeFound] = (), reached: ReachedState | None = None
-    ) -> None:
+    def __init__(self, tree: ModuleTree, loose: Sequence[AttributeFound] = ()) -> None:
         self._tree = tree
-        self._reached = reached
         self._before = [(each, copy_of(each.value) if type(each.value) in CONTAINERS else None) for each in loose]
         self._has_ended = False
         self._kept: list[AttributeKept] = []
@@ -126,8 +119,6 @@ class AttributeStates(Snapshot):
         for found, was in self._before:
             self._keep(found, was, changed)
         self._before, self._has_ended = [], True
-        if self._reached is not None:
-            self._reached.ended()
 
     def _keep(self, found: AttributeFound, was: Any, changed: set[int]) -> None:
         """Keep an attribute of the user's, and the content `was` of a container."""
@@ -173,15 +164,13 @@ class AttributeStates(Snapshot):
             now = entries.get(name, ABSENT)
             if not is_same(now) and not is_sharded(now):
                 values.append((entries, name, hidden_by_code(f"{owner}.{name}") if value is HIDDEN else value))
-        if self._has_ended and self._reached is not None:
-            values += self._reached.values()
         for change in self._changes:
             is_other = isinstance(change.was, Tensor) and change.was._version != change.version
             values.append((change.entries, change.name, hidden_by_forward(change.name) if is_other else change.was))
         for entries, name, value, was in self._contents:
             if value is None or (entries.get(name, ABSENT) is value and not has_same_content(value, was)):
                 contents.append((entries, name, was))
-        return _placed(values, contents) if values or contents else AS_IT_IS
+        return placed(values, contents) if values or contents else AS_IT_IS
 
     def _other_entries(self) -> list[tuple[Entries, str, Any]]:
         """Return the entries that are other ones now, with those for the second run."""
@@ -289,45 +278,3 @@ def hidden(effects: Iterable[Effects]) -> Iterator[None]:
     finally:
         for module, name, value in reversed(before):
             put(vars(module), name, value)
-
-
-@contextmanager
-def _placed(befores: Sequence[tuple[Any, str, Any]], earlier: Sequence[tuple[Entries, str, Any]]) -> Iterator[None]:
-    """Give attributes the values `befores` until exit, and the containers in attributes `earlier` content."""
-    values = [(entries, name, entries.get(name, ABSENT)) for entries, name, _ in befores]
-    orders = [(entries, [*entries]) for entries in {id(entries): entries for entries, _, _ in befores}.values()]
-    contents: list[tuple[Any, Any]] = []
-    since = RemovableHandle.next_id
-    try:
-        for entries, name, was in befores:
-            put(entries, name, was)
-        for entries, name, was in earlier:
-            value = entries.get(name, ABSENT)
-            if type(value) is type(was):
-                contents.append((value, copy(value)))
-                fill(value, copy_of(was))  # it may run again once more
-            else:  # the user has put another object there
-                values.append((entries, name, value))
-                put(entries, name, copy_of(was))
-        yield
-    finally:
-        for value, content in reversed(contents):
-            _remove_hooks(value, since)
-            fill(value, content)
-        for entries, name, now in values:
-            _remove_hooks(entries.get(name), since)
-            put(entries, name, now)
-        for entries, names in orders:
-            if isinstance(entries, dict) and [*entries] != names:
-                entries |= {name: entries.pop(name) for name in names if name in entries}
-
-
-def _remove_hooks(value: Any, since: int) -> None:
-    """Remove each hook whose handle is about to be dropped, if it is not older than the handle with number `since`."""
-    if type(value) in CONTAINERS:
-        for part in value.values() if isinstance(value, dict) else value:
-            _remove_hooks(part, since)
-    elif isinstance(value, RemovableHandle):
-        parts = getattr(value, "handles", (value,))  # a hook on several tensors has some
-        if all(part.id >= since for part in parts):
-            value.remove()

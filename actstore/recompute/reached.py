@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from actstore.model.generators import has_state
+from actstore.model.snapshot import AS_IT_IS, Snapshot
 from actstore.model.tree import (
     ABSENT,
     CONSTANTS,
@@ -34,10 +36,10 @@ from actstore.recompute.attribute_values import (
     has_same_content,
     hidden_by_code,
     is_sharded,
+    placed,
     recognizer,
 )
 from actstore.recompute.forwards import InstanceForward
-from actstore.recompute.reached_entries import CellEntries, ClassEntries, ReachedEntries
 
 MAX_DEPTH = 4  # of objects in objects
 MAX_OBJECTS = 64  # of a region: each takes some microseconds of each forward
@@ -48,7 +50,7 @@ _FRAMEWORKS = {"deepspeed", "accelerate", "lightning", "pytorch_lightning"}  # t
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "actstore", "numpy"} | _FRAMEWORKS
 
 
-class ReachedState:
+class ReachedState(Snapshot):
     """Values that a forward can reach outside of its modules, for a second run after other code has changed them.
 
     Plain values come back. So do tensors that other code has replaced, if they can wait. The use of another value that
@@ -65,10 +67,11 @@ class ReachedState:
     generators : of random numbers, in objects, closures and containers
     """
 
-    __slots__ = ("_others", "_plain", "_seen", "generators")
+    __slots__ = ("_has_ended", "_others", "_plain", "_seen", "generators")
 
     def __init__(self, tree: ModuleTree, loose: Iterable[AttributeFound]) -> None:
         self.generators: list[Any] = []
+        self._has_ended = False
         self._plain: list[_PlainValues] = []
         self._others: list[_Known] = []
         self._seen = set(map(id, tree.modules))
@@ -96,8 +99,14 @@ class ReachedState:
         self._others = [each for each in self._others if each.is_same(each.entries.get(each.name, ABSENT))]
         self._seen = set()
         self.generators = []
+        self._has_ended = True
 
-    def values(self) -> list[tuple[_Entries, str, Any]]:
+    def rewound(self) -> AbstractContextManager[None]:
+        """Return a context with the values that are other ones now. Before the forward has ended, that may go on."""
+        values = self._values() if self._has_ended else ()
+        return placed(values, ()) if values else AS_IT_IS
+
+    def _values(self) -> list[tuple[_Entries, str, Any]]:
         """Return the values that are other ones now, with those for the second run."""
         found = [change for each in self._plain if not each.is_current() for change in each.changes()]
         for each in self._others:
@@ -339,3 +348,90 @@ def _nothing() -> Any:
 def _is_users(each: Any) -> bool:
     """Return whether a class or a function is the user's own."""
     return (each.__module__ or "").partition(".")[0] not in _FOREIGN
+
+
+class ReachedEntries(MutableMapping[str, Any]):
+    """The attributes of an object, of a class, or one of the dicts of a module.
+
+    An object is known by a weak reference, as what it holds may hold the graph that this belongs to. It has no entries
+    when it is gone.
+
+    Parameters
+    ----------
+    view : returns the entries of the owner, to read
+    """
+
+    __slots__ = ("_owner", "_view")
+
+    def __init__(self, owner: Any, view: Callable[[Any], Any] = vars) -> None:
+        self._view = view
+        try:
+            self._owner: Callable[[], Any] = ref(owner)
+        except TypeError:
+            self._owner = lambda: owner
+
+    @property
+    def are_gone(self) -> bool:
+        """True if the owner is gone."""
+        return self._owner() is None
+
+    def view(self) -> Mapping[str, Any]:
+        """Return the entries."""
+        owner = self._owner()
+        return {} if owner is None else self._view(owner)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.view()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        view: Any = self.view()
+        view[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        view: Any = self.view()
+        del view[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.view())
+
+    def __len__(self) -> int:
+        return len(self.view())
+
+
+class ClassEntries(ReachedEntries):
+    """The attributes of a class."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (kind := self._owner()) is not None:
+            setattr(kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.view():
+            delattr(self._owner(), name)
+
+
+class CellEntries(ReachedEntries):
+    """The variables of enclosing functions that a function reads."""
+
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__(function, _variables)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (function := self._owner()) is not None:
+            _cells(function)[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.view():
+            del _cells(self._owner())[name].cell_contents
+
+
+def _cells(function: FunctionType) -> dict[str, CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _variables(function: FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in _cells(function).items():
+        with suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    return found

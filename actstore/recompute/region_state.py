@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,12 +16,11 @@ from actstore.model.generators import GeneratorStates
 from actstore.model.parametrizations import CachedWeights
 from actstore.model.snapshot import AS_IT_IS, Snapshot
 from actstore.model.torch_settings import TorchSettings, UserModes
-from actstore.model.tree import ModuleTree
+from actstore.model.tree import ABSENT, CONTAINERS, ModuleTree, is_constant
 from actstore.model.weights import Weights
 from actstore.model.writes import WriteHistory
-from actstore.recompute.attribute_values import hidden_by_write
+from actstore.recompute.attribute_values import can_wait, copy_of, hidden_by_code, hidden_by_write, recognizer
 from actstore.recompute.attributes import AttributeStates
-from actstore.recompute.context import ContextValues
 from actstore.recompute.reached import ReachedState
 
 _T = TypeVar("_T")
@@ -57,7 +58,7 @@ class RegionState:
         snapshots: list[Snapshot] = []
         if not _is_gathered(tree):
             reached = ReachedState(tree, loose)
-            snapshots.append(AttributeStates(tree, loose, reached))
+            snapshots += AttributeStates(tree, loose), reached
             found += reached.generators
         for each in loose:
             if type(each.value) in (list, dict, tuple):
@@ -134,3 +135,42 @@ def _outside_of_levels(level: int) -> Iterator[None]:
     finally:
         for _ in range(level):
             torch._C._vmapmode_increment_nesting()
+
+
+class ContextValues:
+    """The values of context variables when this object is made, for a forward that runs again later.
+
+    What may hold a graph is not kept: an object is known by a weak reference, and what takes none must still be the
+    value in backward. Otherwise its use is an error.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values = [(variable, _kept(variable, value)) for variable, value in copy_context().items()]
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Run a function with these values alone. What it sets is gone afterwards."""
+        values = [(variable, kept(variable.get(ABSENT))) for variable, kept in self._values]
+        context = Context()
+        for variable, value in values:
+            context.run(variable.set, value)
+        return context.run(function)
+
+
+def _kept(variable: ContextVar[Any], value: Any) -> Callable[[Any], Any]:
+    """Return the function from the value now to that of the second run."""
+    if is_constant(value):
+        return lambda _: value
+    name = f"ContextVar {variable.name}"
+    if can_wait(value):
+        if isinstance(value, Tensor):
+            version = value._version
+            return lambda _: value if value._version == version else hidden_by_code(name)
+        was = copy_of(value) if type(value) in CONTAINERS else value
+        return lambda _: copy_of(was) if type(was) in CONTAINERS else was
+    with suppress(TypeError):
+        weak = ref(value)
+        return lambda _: hidden_by_code(name) if (found := weak()) is None else found
+    is_same = recognizer(value)
+    return lambda now: now if is_same(now) else hidden_by_code(name)

@@ -13,7 +13,7 @@ from actstore.compiled.backend import GraphBackend
 from actstore.errors import ConfigError, StateError
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import WIDTH, AttentionNet, DeepConvolutions, Mlp, compiled, error, gradients, make, plain
-from tests.recompute.test_statistics import READERS
+from tests.model.test_norms import READERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 
