@@ -14,18 +14,18 @@ from torch.nn.utils.parametrize import ParametrizationList
 from actstore.model.names import named_modules
 
 
-def repeated_blocks(model: Module, *, called: bool = True) -> list[str]:
+def repeated_blocks(model: Module, *, callable_only: bool = True) -> list[str]:
     """Return the names of the modules that a model repeats: the children of its outermost ModuleLists and Sequentials.
 
     A list of parts, such as an embedding, an encoder and a head, repeats what the lists inside of it repeat. Where the
-    model has no list, they are its direct children. Modules without parameters are left out. Where `called`, children
-    stand in place of a module that has no forward, such as a list in a list.
+    model has no list, they are its direct children. Modules without parameters are left out. Where `callable_only`,
+    children stand in place of a module that has no forward, such as a list in a list.
     """
     names = {module: name for name, module in named_modules(model)}
     blocks = [block for outermost in _outermost_lists(model) for block in _blocks_of(outermost)]
     blocks = blocks or [*model.children()]
-    if called:
-        blocks = list(dict.fromkeys(part for block in blocks for part in _called(block)))
+    if callable_only:
+        blocks = list(dict.fromkeys(part for block in blocks for part in _callable_parts(block)))
     return [names[block] for block in blocks if _has_parameters(block)]
 
 
@@ -34,12 +34,12 @@ def has_forward(module: Module) -> bool:
     return isinstance(module, ScriptModule) or type(module).forward is not Module.forward
 
 
-def _called(module: Module) -> Iterator[Module]:
+def _callable_parts(module: Module) -> Iterator[Module]:
     if has_forward(module):
         yield module
     else:
         for child in module.children():
-            yield from _called(child)
+            yield from _callable_parts(child)
 
 
 def _outermost_lists(module: Module) -> Iterator[Module]:

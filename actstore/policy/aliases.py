@@ -42,7 +42,7 @@ def expand(rules: Rules, model: Module) -> Rules:
     if not any(pattern.startswith("@") for pattern, _ in rules.rules):
         return rules
     named = dict(named_modules(model))
-    parts = _parts(named, repeated_blocks(model, called=False)) | {"@blocks": repeated_blocks(model)}
+    parts = _parts(named, repeated_blocks(model, callable_only=False)) | {"@blocks": repeated_blocks(model)}
     expanded: list[tuple[Pattern, Decision]] = []
     for text, decision in rules.rules:
         pattern = Pattern.parse(text)

@@ -30,14 +30,14 @@ from actstore.base.spec import Site, describe
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
 from actstore.recompute.checkpoints import end_left
+from actstore.recompute.decision_modes import modes_paused
 from actstore.recompute.divergence import RunDifference, SavedForm
-from actstore.recompute.modes import modes_paused
 from actstore.recompute.replay import RegionCall
 from actstore.recompute.running import Booked, FirstRun
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
-    from actstore.recompute.repeating import Repeating
+    from actstore.recompute.decision_modes import Repeating
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -13,8 +13,8 @@ from actstore.base.ledger import Ledger
 from actstore.base.spec import Site
 from actstore.errors import StateError
 from actstore.policy import Recompute
+from actstore.recompute.decision_modes import Recording
 from actstore.recompute.decisions import Decision, Decisions, shape_text
-from actstore.recompute.recording import Recording
 
 SavedForm = tuple[torch.Size, torch.dtype, torch.device]  # of a tensor that a region saves
 

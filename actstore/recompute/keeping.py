@@ -30,12 +30,19 @@ from actstore.base.trees import flatten
 from actstore.model.generators import Generator
 from actstore.policy import Encode, Keep, Offload
 from actstore.recompute import collectives
-from actstore.recompute.collectives import call_shape, is_collective, writes_results
+from actstore.recompute.collectives import (
+    Arrival,
+    Arrivals,
+    call_shape,
+    comes_later,
+    is_collective,
+    is_in_batch,
+    writes_results,
+)
+from actstore.recompute.decision_modes import Repeating
 from actstore.recompute.decisions import shape_text
 from actstore.recompute.inner_rules import draws, name_of, written_by
-from actstore.recompute.messages import Arrival, Arrivals, comes_later, is_in_batch
 from actstore.recompute.outputs import has_own_memory, is_plain, own_copy
-from actstore.recompute.repeating import Repeating
 from actstore.recompute.results import OperatorCall, ResultTensor
 from actstore.recompute.running import FirstRun, LaterRun, RegionRun, current
 

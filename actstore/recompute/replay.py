@@ -19,18 +19,15 @@ from actstore.base.trees import Form, unflatten
 from actstore.errors import StateError
 from actstore.model.weights import Weights
 from actstore.recompute.chain import CallChain, Carry, Values
+from actstore.recompute.decision_modes import Recording, Repeating, modes_paused
+from actstore.recompute.decisions import ReluResults
 from actstore.recompute.keeping import keeping, serving
-from actstore.recompute.modes import modes_paused
-from actstore.recompute.offers import Offers
-from actstore.recompute.recording import Recording
 from actstore.recompute.region_state import RegionState, ThreadState
-from actstore.recompute.repeating import Repeating
 from actstore.recompute.running import Booked, FirstRun, LaterRun, RegionParts
 
 if TYPE_CHECKING:
     from actstore.policy import Recompute
-    from actstore.recompute.decisions import Decisions
-    from actstore.recompute.gates import SharedGate
+    from actstore.recompute.decisions import Decisions, SharedGate
 
 
 TensorHook = Callable[[Tensor], Tensor | None]
@@ -221,7 +218,7 @@ class Calls:
     def __init__(self) -> None:
         self.state = ThreadState()
         self.weights: dict[object, Weights] = {}  # of the last call, by module
-        self.offers = Offers()
+        self.relu_results = ReluResults()
         self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
         self._made: dict[tuple[Any, ...], CallOutput] = {}
         self._prune_at = 1024

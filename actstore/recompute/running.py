@@ -15,8 +15,8 @@ from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
 from actstore.model.weights import Weights
 from actstore.recompute.attributes import Effects, hidden
+from actstore.recompute.decision_modes import DecisionMode
 from actstore.recompute.forwards import ForwardWrapper
-from actstore.recompute.modes import Mode
 from actstore.recompute.unread import OutputReads
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class RegionRun:
     def __init__(self, parts: RegionParts) -> None:
         self.parts = parts
         self.hook: Any = None
-        self.mode: Mode | None = None
+        self.mode: DecisionMode | None = None
         self.tag: Callable[[Tensor, str], Tensor] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

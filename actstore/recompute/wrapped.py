@@ -164,7 +164,7 @@ class Wrapped(ForwardWrapper):
             self._watches = begun.drop_unread()
         call.state.weights = calls.weights[self] = call.state.weights.one_of(calls.weights.get(self))
         if call.decisions is not None:
-            calls.offers.add(call.decisions)
+            calls.relu_results.add(call.decisions)
         if call.chain is not None:
             call.saved_nbytes = hooks.nbytes
             calls.put_out(call, tree_leaves(output))
@@ -214,7 +214,7 @@ class Wrapped(ForwardWrapper):
                 carry, hooks = carries.get(i), tuple((leaf._backward_hooks or {}).values())
                 if carry is None:
                     handle = pack(leaf)
-                    gate = calls.offers.take(leaf, handle, unpack)
+                    gate = calls.relu_results.take(leaf, handle, unpack)
                     call.sources[i] = CallInput(None, handle, leaf.requires_grad, hooks, gate)
                     continue
                 if carry.live:

@@ -161,7 +161,7 @@ def names(text):
 @pytest.mark.parametrize("structure", [*LISTS, *LISTS_OF_PARTS])
 def test_blocks_are_what_the_lists_of_a_model_repeat(structure):
     make, expected = (LISTS | LISTS_OF_PARTS)[structure]
-    assert repeated_blocks(make(), called=False) == names(expected)
+    assert repeated_blocks(make(), callable_only=False) == names(expected)
 
 
 def test_recompute_of_a_sequential_of_parts_holds_the_inputs_of_its_layers():

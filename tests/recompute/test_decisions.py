@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore
 from actstore.errors import StateError
-from actstore.recompute.recording import Recording
+from actstore.recompute.decision_modes import Recording
 from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 from tests.recompute.regions import (
     ANEW,

@@ -1,43 +1,175 @@
-"""A later run of a region: a mode that repeats the decisions of the first run.
+"""Dispatch modes that see each operator of a region, so that later runs, on inexact inputs, decide as the first run.
 
-An operator such as leaky ReLU, whose backward reads its input, gets its input moved to the side that the first run
-saw. The move is shorter than the error of that input.
+In the first run a mode records the choices of each operator that decides: bits, indices, counts. In each later run
+another mode returns them in the same order. Values and gradients follow the new inputs; the choices do not. An operator
+such as leaky ReLU, whose backward reads its input, gets its input moved to the side that the first run saw. The move is
+shorter than the error of that input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
-from actstore.base.redispatch import redispatch
+from actstore.base.checkpoints import innermost_pack
+from actstore.base.redispatch import OperatorMode, redispatch
 from actstore.base.tracing import is_traced
 from actstore.errors import StateError
-from actstore.recompute.choices import Copy, Packed
-from actstore.recompute.decisions import Decision, Decisions, shape_text
-from actstore.recompute.gates import SharedGate, let_pass
-from actstore.recompute.modes import Mode, has_floats, is_choice, shape_of, takes_floats
+from actstore.recompute.decisions import (
+    Copy,
+    Decision,
+    Decisions,
+    Packed,
+    SharedGate,
+    choice_of,
+    gate_of,
+    let_pass,
+    shape_text,
+)
 from actstore.recompute.operators import (
+    DISCRETE,
     DecisionKind,
     base_name,
     give_peak,
+    index_bound,
     kind_of,
     peak_of,
     points_of,
     unique_elements,
     values_at,
 )
-from actstore.recompute.windows import Places
+from actstore.recompute.windows import Places, places_of
+
+_NOTHING = nullcontext()
+
+
+class DecisionMode(OperatorMode):
+    """Mode that sees each operator of a run. Under it, compiled parts run uncompiled: kernels would hide operators."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._decisions = decisions
+        self._kept = decisions.kept
+        self.paused = False  # while a part runs whose decisions are not the region's
+
+    @property
+    def count(self) -> int:
+        """Number of decisions that have been kept."""
+        return len(self._kept)
+
+
+def modes_paused() -> AbstractContextManager[None]:
+    """Return a context to run a region again while regions run: its operators belong to none of these."""
+    return _modes_paused() if _len_torch_dispatch_stack() else _NOTHING
+
+
+@contextmanager
+def _modes_paused() -> Iterator[None]:
+    paused = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, DecisionMode) and not mode.paused]
+    for mode in paused:
+        mode.paused = True
+    try:
+        yield
+    finally:
+        for mode in paused:
+            mode.paused = False
+
+
+def is_choice(result: Any) -> bool:
+    """Return whether a result is discrete: a tensor of bools or integers, or a Python number."""
+    if isinstance(result, Tensor):
+        return result.dtype in DISCRETE
+    return isinstance(result, bool | int | float)
+
+
+def has_floats(args: Sequence[Any]) -> bool:
+    """Return whether the first argument is a tensor of real floats."""
+    return bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+
+
+def takes_floats(args: Iterable[Any]) -> bool:
+    """Return whether an argument, or one in a list, is a tensor of floats."""
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() or value.is_complex():
+                return True
+        elif isinstance(value, list | tuple) and takes_floats(value):
+            return True
+    return False
+
+
+def shape_of(args: Iterable[Any]) -> tuple[int, ...]:
+    """Return the shape of the first tensor, and () without a tensor."""
+    return next((tuple(value.shape) for value in args if isinstance(value, Tensor)), ())
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+class Recording(DecisionMode):
+    """Mode of a first run, which records what operators decide."""
+
+    def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.paused:
+            return redispatch(operator, args, kwargs)
+        kind = kind_of(operator)
+        if kind is DecisionKind.RESULT:
+            result = redispatch(operator, args, kwargs)
+            if is_choice(result) and takes_floats((*args, *kwargs.values())) and not is_traced():
+                self._keep(operator, args, [choice_of(result, index_bound(operator, args, kwargs))])
+            return result
+        if kind is DecisionKind.NEVER or not has_floats(args) or is_traced():
+            return redispatch(operator, args, kwargs)
+        x = args[0]
+        if kind is DecisionKind.RELU:
+            result = redispatch(operator, args, kwargs)
+            if x.requires_grad:
+                choice = gate_of(result)
+                if isinstance(choice, Packed):  # ReLU in place increments the version after this call has returned
+                    version = result._version + operator._schema.is_mutable
+                    self._decisions.results.append((len(self._kept), ref(result), version))
+                self._keep(operator, args, [choice])
+            return result
+        if kind is DecisionKind.SIDE:
+            points = points_of(operator, args, kwargs)
+            if points:
+                self._keep(operator, args, [choice_of(point.is_below(x)) for point in points])
+            return redispatch(operator, args, kwargs)
+        result = redispatch(operator, args, kwargs)
+        if kind is DecisionKind.PEAK:
+            if x.requires_grad:
+                self._keep(operator, args, [choice_of(x == peak_of(operator, args, result))])
+        elif kind is DecisionKind.INDEX:
+            places = places_of(operator, args, kwargs, result[1]) if "pool" in operator._schema.name else None
+            self._keep(operator, args, [places or choice_of(result[1], index_bound(operator, args, kwargs))])
+        elif kind is DecisionKind.DRAW:
+            self._keep(operator, args, [choice_of(result != 0)])
+        else:
+            bound = index_bound(operator, args, kwargs)
+            results = result if isinstance(result, tuple) else (result,)
+            self._keep(operator, args, [choice_of(part, bound) for part in results])
+        return result
+
+    def _keep(self, operator: Any, args: Sequence[Any], choices: Iterable[Any]) -> None:
+        if getattr(innermost_pack(), "__module__", "") == _CHECKPOINT:
+            self._decisions.anew = "checkpoints of the model's own"
+        self._kept.append(Decision(base_name(operator), shape_of(args), tuple(choices)))
+
 
 _PLAIN = {Tensor, Parameter}
 _DETACH = torch.ops.aten.detach.default
 
 
-class Repeating(Mode):
+class Repeating(DecisionMode):
     """Mode of a later run, which repeats the decisions of the first run.
 
     Attributes
