@@ -82,7 +82,7 @@ def hidden_by_code(name: str) -> HiddenAttribute:
     return HiddenAttribute(
         f"attribute={name}: other code changed it between forward and backward, and a recomputed module must read "
         "what forward has read. Only plain values, and tensors of at most 1 MiB without a graph, wait for the second "
-        "run. Change it behind backward, or write keep in place of recompute."
+        "run. Change it after backward, or write keep in place of recompute."
     )
 
 
@@ -90,7 +90,7 @@ def hidden_by_write(name: str) -> HiddenAttribute:
     """Return the stand-in for a buffer, or a tensor in an attribute, that other code has written to since forward."""
     return HiddenAttribute(
         f"tensor={name}: other code wrote to it in place between forward and backward, and a recomputed module must "
-        "read what forward has read. Set the attribute to a new tensor, write behind backward, or write keep in place "
+        "read what forward has read. Set the attribute to a new tensor, write after backward, or write keep in place "
         "of recompute."
     )
 

@@ -248,7 +248,7 @@ class CallChain:
         return fresh
 
     def _forget(self, number: int) -> None:
-        """Free the carries that are kept for calls after `number`, which another backward left behind."""
+        """Free the carries that are kept for calls after `number`, which another backward has left."""
         for later in [position for position in self._kept if position > number]:
             for weak in self._kept.pop(later):
                 carry = weak()

@@ -74,10 +74,10 @@ class ExceptedPart(ForwardWrapper):
             run.reads.note(leaves)
         if isinstance(run, LaterRun):
             later: ExceptedCall = run.next(self)
-            return later.again(leaves, run)
+            return later.replay(leaves, run)
         assert isinstance(run, FirstRun)
         call = ExceptedCall(self)
-        output = call.first(leaves, run, lambda: forward(*args, **kwargs))
+        output = call.record(leaves, run, lambda: forward(*args, **kwargs))
         given, _ = flatten(args, kwargs)
         if len(given) != len(leaves) or not all(map(is_, given, leaves)):  # a list or a dict among the arguments
             raise _writes(self)
@@ -138,7 +138,7 @@ class ExceptedCall:
         self._packs = 0
         self._watched: list[list[int]] = []  # identities of the tensors over each payload of several
 
-    def first(self, leaves: list[Any], run: FirstRun, forward: Callable[[], Any]) -> Any:
+    def record(self, leaves: list[Any], run: FirstRun, forward: Callable[[], Any]) -> Any:
         """Run the part.
 
         Raises
@@ -229,7 +229,7 @@ class ExceptedCall:
         return store
 
     def ended(self, packs: int, *, replays: bool) -> None:
-        """Note that the region has run, and has saved so many tensors."""
+        """Note that the region has run, which has saved `packs` tensors."""
         if packs == self._packs and not replays:
             self._output = None  # recomputations end before it
 
@@ -240,7 +240,7 @@ class ExceptedCall:
                 self._output.drop(number)
         return bool(self._watched)
 
-    def again(self, leaves: list[Any], run: LaterRun) -> Any:
+    def replay(self, leaves: list[Any], run: LaterRun) -> Any:
         """Return the output for a later run of the region."""
         pack = innermost_pack()
         for view in self._views:
@@ -254,7 +254,7 @@ class ExceptedCall:
             source.set(state)
         self.effects.repeat()
         with run.paused():
-            return self._output.again(leaves, run)
+            return self._output.rebuild(leaves, run)
 
 
 def _writes(part: ExceptedPart) -> StateError:

@@ -345,7 +345,7 @@ class Serving(ResultMode):
         if isinstance(self._run.mode, Repeating):
             self._run.mode.skip(call.decisions)
         with self._outside():
-            leaves = call.again(self._run)
+            leaves = call.replay(self._run)
         if is_collective(operator) and writes_results(operator):
             with self._run.paused():
                 return collectives.write_again(operator, args, kwargs, leaves)
@@ -360,7 +360,7 @@ class Serving(ResultMode):
         if call.runs_again:
             return tensor
         with self._outside():
-            stored: Tensor = call.again(self._run)[0].detach()
+            stored: Tensor = call.replay(self._run)[0].detach()
         if tensor.requires_grad:
             stored.requires_grad_()
         return stored.clone() if call.written else stored  # no operator writes to a leaf

@@ -148,7 +148,7 @@ class PartOutput:
         """Drop a payload that the region has not read."""
         self._payloads[payload] = None
 
-    def again(self, arguments: Sequence[Any], run: LaterRun) -> Any:
+    def rebuild(self, arguments: Sequence[Any], run: LaterRun) -> Any:
         """Return the output for a later run, whose part was given these arguments."""
         payloads = [None if payload is None else payload.read(run) for payload in self._payloads]
         leaves = list(self._leaves)

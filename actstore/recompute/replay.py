@@ -147,7 +147,7 @@ class RegionCall:
         for part in () if self.parts is None else self.parts.calls:
             part.ended(packs, replays=self.chain is not None)
 
-    def again(self) -> tuple[Callable[[], Any], Booked, Repeating | None]:
+    def prepare_rerun(self) -> tuple[Callable[[], Any], Booked, Repeating | None]:
         """Prepare a rerun on equal inputs. Returns its function, the storages that are booked as held, and its mode.
 
         The caller rewinds its state. Repeatable, and safe from any thread.
@@ -165,7 +165,7 @@ class RegionCall:
             return tree_leaves(run())
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], Booked, Repeating | None]:
-        """Prepare a rerun as `again` does, with `values` as its carries."""
+        """Prepare a rerun, with `values` as its carries."""
         if self.parts is not None and not self.is_over:
             raise StateError(
                 f"a tensor that {self.region} has saved was read before its forward ended, and what does not run again "
@@ -219,14 +219,14 @@ class Calls:
         self.state = ThreadState()
         self.weights: dict[object, Weights] = {}  # of the last call, by module
         self.relu_results = ReluResults()
-        self.begun: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
+        self._counts: dict[object, int] = {}  # by module: number of its calls, or of the chains that begin with it
         self._made: dict[tuple[Any, ...], CallOutput] = {}
         self._prune_at = 1024
 
-    def begin(self, what: object) -> int:
-        """Count a beginning of `what`. Returns how often it has begun before."""
-        before = self.begun.get(what, 0)
-        self.begun[what] = before + 1
+    def count(self, what: object) -> int:
+        """Count a call of `what`, or a chain that starts with it. Returns the number before."""
+        before = self._counts.get(what, 0)
+        self._counts[what] = before + 1
         return before
 
     def put_out(self, call: RegionCall, leaves: Iterable[Any]) -> None:

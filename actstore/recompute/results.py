@@ -45,7 +45,7 @@ class ResultTensor:
 
         Raises
         ------
-        MutationError : the backward behind an earlier run has written to it
+        MutationError : the backward after an earlier run has written to it
         """
         for alias, version in self._watched:
             check_version(alias, version, self.handle.account.site)
@@ -110,14 +110,14 @@ class OperatorCall:
         self._leaves = None
 
     def ended(self, packs: int, *, replays: bool) -> None:
-        """Note that the region has run, and has saved so many tensors."""
+        """Note that the region has run, which has saved `packs` tensors."""
         if packs == self.packs and not replays:
             self._leaves = None  # recomputations end before it
         for leaf in self._leaves or ():
             if isinstance(leaf, ResultTensor):
                 leaf.ended()
 
-    def again(self, run: LaterRun) -> list[Any]:
+    def replay(self, run: LaterRun) -> list[Any]:
         """Return the leaves of the result for a later run, and leave generators as the operator had left them."""
         if self._leaves is None:
             raise _StopRecomputationError

@@ -42,7 +42,7 @@ class PartCall(Protocol):
         """Return the part."""
 
     def ended(self, packs: int, *, replays: bool) -> None:
-        """Note that the region has run, and has saved so many tensors."""
+        """Note that the region has run, which has saved `packs` tensors."""
 
     def drop_unread(self, reads: OutputReads) -> bool:
         """Drop what the region has not read of the output. Return whether the output has several payloads."""

@@ -114,9 +114,9 @@ class Fitted:
         """Names of the modules around the recomputed ones, where each of these is a single layer."""
         if not self._wrapped:
             return ()
-        from actstore.recompute.wrapped import Wrapped
+        from actstore.recompute.recomputed_module import RecomputedModule
 
-        regions = {each.name for each in self._wrapped if isinstance(each, Wrapped)}
+        regions = {each.name for each in self._wrapped if isinstance(each, RecomputedModule)}
         names = {place.name: module for module, place in self.places.items()}
         if any(next(names[name].children(), None) is not None for name in regions if name in names):
             return ()
@@ -160,7 +160,7 @@ def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: Regi
         _require_regions(policy, [])
         return []
     from actstore.recompute.excepted import ExceptedPart
-    from actstore.recompute.wrapped import Wrapped
+    from actstore.recompute.recomputed_module import RecomputedModule
 
     excepted = dict(part for name in parts for part in _callable_parts(name, named[name]))
     once = _modules_of(excepted.values())
@@ -170,7 +170,7 @@ def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: Regi
     return [
         *(ExceptedPart(name, part, policy.decide(name), once, warned) for name, part in excepted.items()),
         *(
-            Wrapped(
+            RecomputedModule(
                 name,
                 named[name],
                 decision,

@@ -16,8 +16,8 @@ from actstore.errors import ActstoreError
 from actstore.model import generators
 from actstore.model.generators import GeneratorStates
 from actstore.model.weights import Weights
+from actstore.recompute import recomputed_module as recompute
 from actstore.recompute import replay
-from actstore.recompute import wrapped as recompute
 from actstore.session import activation_store as session
 from actstore.store.store import Store
 from tests.autograd import test_compile as compiled
@@ -75,7 +75,7 @@ def a_new_estimate(patch):
 
 
 def no_names_in_errors(patch):
-    patch.setattr("actstore.recompute.counting._add_name", nothing)
+    patch.setattr("actstore.recompute.hooks._add_name", nothing)
 
 
 def no_names_of_compiled_calls(patch):
@@ -135,7 +135,7 @@ def no_look_at_reentrant_checkpoints(patch):
 
 
 def no_verdict_on_second_runs(patch):
-    patch.setattr("actstore.recompute.counting.check_unchanged", nothing)
+    patch.setattr("actstore.recompute.hooks.check_unchanged", nothing)
 
 
 def copies_of_parameters(patch):

@@ -6,7 +6,7 @@ from torch import nn
 
 from actstore import ActivationStore
 from actstore.errors import StateError
-from actstore.recompute import wrapped
+from actstore.recompute import recomputed_module
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.recompute.regions import Runs
 
@@ -16,7 +16,7 @@ POLICIES = ["*.attention : keep; [01] : recompute", "*.attention : raw @ disk; [
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     """Other tests of this process may have called the compiler, after which outputs are held."""
-    monkeypatch.setattr(wrapped, "compiles", lambda: False)
+    monkeypatch.setattr(recomputed_module, "compiles", lambda: False)
 
 
 class Attention(nn.Module):

@@ -25,14 +25,14 @@ from actstore.errors import PolicyError, StateError
 from actstore.model.tree import ModuleTree
 from actstore.model.writes import WriteHistory
 from actstore.policy import Keep, Recompute
-from actstore.recompute import counting
+from actstore.recompute import hooks as region_hooks
 from actstore.recompute.caches import has_cache, without_caches
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import RegionWarnings
-from actstore.recompute.counting import FirstHooks
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
+from actstore.recompute.hooks import FirstHooks
 from actstore.recompute.region_state import RegionState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, RegionParts
@@ -51,7 +51,7 @@ class Entered(Protocol):
     calls: Calls
 
 
-class Wrapped(ForwardWrapper):
+class RecomputedModule(ForwardWrapper):
     """One module whose forward is a recomputed region while a store is active.
 
     It acts on threads that have entered the store, and calls through on other threads.
@@ -132,7 +132,7 @@ class Wrapped(ForwardWrapper):
             return forward(*args, **kwargs)
         first = self._decision.first
         scope, calls = entry.scope, entry.calls
-        if first is not None and calls.begin(self) >= first:
+        if first is not None and calls.count(self) >= first:
             return forward(*args, **kwargs)
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
@@ -178,7 +178,7 @@ class Wrapped(ForwardWrapper):
 
         def run() -> None:
             with call.state.rewound():
-                call.again()[0]()
+                call.prepare_rerun()[0]()
 
         return divergence(
             self.name, self._decision, difference, repeats=repeats, parts=call.parts is not None, run_again=run
@@ -260,10 +260,10 @@ class Wrapped(ForwardWrapper):
         found = {i: made for i, leaf in enumerate(leaves) if (made := calls.find(leaf, decision)) is not None}
         chain = max(found.values(), key=lambda made: made[0].number)[0].chain if found else None
         if chain is None:
-            nth = calls.begin((self, CallChain))
+            nth = calls.count((self, CallChain))
             expected = self._lengths.get(nth, self._alike)
             chain = CallChain(decision, schedule_of(decision, expected), scope.ledger, self._lengths, nth)
-            if calls.begin(CallChain):
+            if calls.count(CallChain):
                 call.account.note = Note("begins another chain: no recomputed call returned its inputs")
         last = chain.arrive(call)
         carries = {}
@@ -293,4 +293,4 @@ def _in_region(pack: Any) -> bool:
     return getattr(pack, "__module__", "") in REGIONS
 
 
-REGIONS = (*CHECKPOINTS, counting.__name__)  # modules whose hooks save nothing
+REGIONS = (*CHECKPOINTS, region_hooks.__name__)  # modules whose hooks save nothing

@@ -225,8 +225,8 @@ class LaterHooks:
                 call.state.rewound(),
                 saved_tensors_hooks(self._save, self._read),
             ):
-                again, self._booked, self._repeating = call.again()
-                again()
+                rerun, self._booked, self._repeating = call.prepare_rerun()
+                rerun()
         finally:
             self._has_all = False  # what is left of its graph can be read
             del self._call, self._repeating  # otherwise that graph holds the region's inputs, and they may hold it

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_early_stop
 from actstore import ActivationStore
 from actstore.errors import MutationError, StateError
 from actstore.model.weights import Weights
-from actstore.recompute.counting import SavedSlot
+from actstore.recompute.hooks import SavedSlot
 from tests.autograd.checks import check_same, gc_off
 from tests.autograd.random_models import build
 from tests.recompute.regions import Runs
