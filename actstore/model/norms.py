@@ -1,4 +1,4 @@
-"""The statistics of normalisations, which a forward may read before it updates them."""
+"""The statistics of normalizations, which a forward may read before it updates them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Lent = list[tuple[Module, dict[str, Any]]]
 
 
 class NormStatistics:
-    """Copies of the statistics of normalisations before a forward. A second run of it updates copies of these.
+    """Copies of the statistics of normalizations before a forward. A second run of it updates copies of these.
 
     Versions of tensors do not tell that a norm has updated them. So all are copied, many by one operator.
     """
@@ -62,7 +62,7 @@ def give_back(lent: _Lent) -> None:
 
 
 class _StatisticsLoan(NamedTuple):
-    """The buffers of a normalisation, and the copies that second runs have in their place."""
+    """The buffers of a normalization, and the copies that second runs have in their place."""
 
     own: dict[str, Any]
     lent: list[dict[str, Any]]

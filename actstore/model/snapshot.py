@@ -15,7 +15,7 @@ class Snapshot(ABC):
     __slots__ = ()
 
     def ended(self) -> None:
-        """Mark the end of the forward, and drop what it has not changed."""
+        """Mark the end of the forward, and drop all that it left as it was."""
         return
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Weights(Snapshot):
     """The parameters and buffers of modules before a forward, so that it can run with them again.
 
     They differ from the modules' own where `torch.func.functional_call` runs the model, which removes its own before
-    backward, and where a module replaces a buffer in its forward. Normalisations get copies of their statistics from
+    backward, and where a module replaces a buffer in its forward. Normalizations get copies of their statistics from
     before the forward, so that it reads these, and a step updates them once. Spectral norms get their previous
     estimates, since each run continues from the last one's. FSDP and DTensor gather sharded weights themselves.
 
@@ -61,9 +61,9 @@ class Weights(Snapshot):
 
     Notes
     -----
-    Several threads may recompute the same normalisations at once. A forward with weights of `functional_call` must not
+    Several threads may recompute the same normalizations at once. A forward with weights of `functional_call` must not
     run or be recomputed beside another; nor must spectral norms. A forward that runs while a thread recomputes the
-    same normalisation loses its running statistics, and does not limit the norms of embedding rows.
+    same normalization loses its running statistics, and does not limit the norms of embedding rows.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ class AttributeStates(Snapshot):
         return values + [(entries, name, ABSENT) for entries, name in later if not is_sharded(entries[name])]
 
     def _registered_now(self) -> list[tuple[Entries, str, Any]]:
-        """Return what has been registered or removed since before the forward. `Weights` has other tensors."""
+        """Return the entries registered or removed since before the forward. `Weights` has other tensors."""
         found = []
         for entries, before in self._tree.registries:
             for name in {**before, **entries}:

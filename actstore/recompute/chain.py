@@ -114,7 +114,7 @@ class Carry:
 
 
 class CallChain:
-    """Calls in the order of forward, each of which takes inputs that earlier calls returned.
+    """Calls in the order of forward. Each takes inputs that earlier calls returned.
 
     Parameters
     ----------

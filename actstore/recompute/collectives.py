@@ -137,7 +137,7 @@ def is_message(operator: Any) -> bool:
 
 
 def is_in_batch(operator: Any) -> bool:
-    """Return whether an operator is for one of several messages of which NCCL makes one call, with one work for all."""
+    """Return whether an operator is for one of several messages that NCCL joins in one call, with one work for all."""
     if not is_message(operator):
         return False
     from torch.distributed.distributed_c10d import _world

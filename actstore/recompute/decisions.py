@@ -167,7 +167,7 @@ class Decision(NamedTuple):
     ----------
     operator : name of the operator
     shape : of its first tensor
-    choices : what it has chosen: tensors, or one Python number
+    choices : of the operator: tensors, or one Python number
     """
 
     operator: str

@@ -124,7 +124,7 @@ class ExceptedCall:
     Attributes
     ----------
     part : the part
-    effects : what it has left in attributes of its modules
+    effects : of the call on attributes of its modules
     """
 
     __slots__ = ("_output", "_packs", "_states", "_views", "_watched", "effects", "part")

@@ -243,7 +243,7 @@ class LaterHooks:
     def _save(self, tensor: Tensor) -> Tensor:
         """Put a saved tensor into its slot. Where backward needs nothing more, the run ends.
 
-        Where the operator may still write to what it has saved, as RReLU fills its noise, the run goes on to its end. A
+        Where the operator may still write to its saved tensors, as RReLU fills its noise, the run goes on to its end. A
         mode ends the run before its next operator, which may first have to move the saved tensor.
         """
         parameters, slots, repeating = self._scope.parameters, self._slots, self._repeating

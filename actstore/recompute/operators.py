@@ -227,7 +227,7 @@ def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 
 @cache
 def _is_between(at: float, dtype: torch.dtype) -> bool:
-    """Return whether `at` is between two neighbouring numbers of a dtype."""
+    """Return whether `at` is between two neighboring numbers of a dtype."""
     return bool(torch.tensor(at, dtype=dtype).item() != at)
 
 

@@ -94,7 +94,7 @@ class ReachedState(Snapshot):
             self._visit(value, _kind_of(type(value)), 0)
 
     def ended(self) -> None:
-        """Mark the end of the forward, and drop what it has changed."""
+        """Mark the end of the forward, and drop all that it changed."""
         self._plain = [each.of_now() for each in self._plain]
         self._others = [each for each in self._others if each.is_same(each.entries.get(each.name, ABSENT))]
         self._seen = set()

@@ -1,4 +1,4 @@
-"""Calls of recomputed modules: what it takes to run one again, and what each has returned to later ones."""
+"""Calls of recomputed modules: the values that a rerun needs, and the outputs that later calls take as input."""
 
 from __future__ import annotations
 

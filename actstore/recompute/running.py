@@ -32,7 +32,7 @@ class PartCall(Protocol):
 
     Attributes
     ----------
-    effects : what it has left in attributes of modules
+    effects : of the call on attributes of modules
     """
 
     effects: Effects

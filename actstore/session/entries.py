@@ -76,7 +76,6 @@ class StoreEntry:
 
     def close(self) -> None:
         """End its scope, which encodes nothing more after an error."""
-        self.calls.state.close()
         self.scope.close(failed=self.error is not None)
 
     def unwind(self, error: BaseException | None) -> None:

@@ -78,6 +78,7 @@ class Fitted:
             from actstore.recompute.replay import Calls
 
             entry.calls = Calls()
+            entry.undos.append(entry.calls.state.close)
         for wrapped in self._wrapped:
             wrapped.enter(entry)
 

@@ -34,7 +34,7 @@ from tests.autograd import test_values as values
 from tests.recompute import test_changed_inside as changed
 from tests.recompute import test_checkpoint as checkpoints
 from tests.recompute import test_recompute as recomputed
-from tests.recompute import test_state as state
+from tests.recompute import test_region_state as state
 from tests.rerun import test_state as checked
 
 

@@ -57,7 +57,7 @@ def test_importing_actstore_loads_few_modules():
     [
         ("int8", set()),
         ("raw @ disk", {"actstore.tiers.disk"}),
-        ("recompute", {"actstore.recompute.wrapped"}),
+        ("recompute", {"actstore.recompute.recomputed_module"}),
         ("auto(1GiB)", {"actstore.auto.controller", "actstore.plan.plan"}),
     ],
 )
@@ -70,7 +70,14 @@ with store:
     loss = model(torch.ones(2, 8)).sum()
 loss.backward()
 """)
-    optional = {"auto.controller", "plan.plan", "recompute.wrapped", "tiers.disk", "tiers.group", "session.report"}
+    optional = {
+        "auto.controller",
+        "plan.plan",
+        "recompute.recomputed_module",
+        "tiers.disk",
+        "tiers.group",
+        "session.report",
+    }
     assert {f"actstore.{name}" for name in optional} & {*modules} == parts
     assert not {"compiled", "inspection"} & rooms_of(modules)
     assert not {*COMPILERS} & {*modules}
