@@ -20,15 +20,15 @@ from actstore.base.note import SMALL
 from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.channels import channels_last_nodes
-from actstore.compiled.formats.base import GraphCodec
-from actstore.compiled.formats.choose import graph_codec
-from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
+from actstore.compiled.formats import GraphCodec, graph_codec
 from actstore.compiled.graph import (
     GETITEM,
     SPLITS,
     VIEWS,
     Boundary,
     SavedNode,
+    hinted_nbytes,
+    is_fixed,
     name_of,
     outputs_of,
     positions,

@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from actstore.autograd.protect import MAX_STEPS, STATISTIC, WITHOUT_GRADIENT, is_reduced
 from actstore.codecs.base import LOSSY_DTYPES
-from actstore.compiled.formats.sizes import hint
-from actstore.compiled.graph import GETITEM, SavedNode, name_of, origin_of, root_of
+from actstore.compiled.graph import GETITEM, SavedNode, hint, name_of, origin_of, root_of
 
 # As `autograd/protect.py` has them by the names of autograd's nodes.
 _EXACT_RESULTS = frozenset(

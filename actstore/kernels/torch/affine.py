@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from actstore.kernels.affine import LEVELS, sections, widths
 from actstore.kernels.base import Kernels, payload_pointer, storage_slice
-from actstore.kernels.torch.groups import INF, chunks, grouped, store
+from actstore.kernels.torch.bits import pack_codes, unpack_codes
+from actstore.kernels.torch.groups import chunks, grouped, rounded, up
 from actstore.kernels.torch.philox import offsets
 
 SMALLEST_MINIMUM = 0x08800000  # 2^-110
@@ -35,82 +38,71 @@ def kernels(
             values = torch.cat([values, values[-1:].expand(-count % group)]).view(-1, group)
             noise = None if round == "nearest" else grouped(offsets(start, count, key, src.device), group)
             found, scales[first:last], minima[first:last] = quantize(values, noise, bits, keep)
-            for plane, shift, width in planes:
-                packed = _pack(found.view(-1)[:count] >> shift, width)
+            for (plane, width), packed in zip(planes, pack_planes(found.view(-1)[:count], bits), strict=True):
                 plane[start * width // 8 :][: len(packed)] = packed
-        for plane, _, width in planes:
+        for plane, width in planes:
             plane[-(-numel * width // 8) :].zero_()
 
     def decode(buf: torch.Tensor, out: torch.Tensor, numel: int, key: int) -> None:
         planes, scales, minima = _views(buf, numel, bits, group)
         for start, count in chunks(numel):
             first, last = start // group, -(-(start + count) // group)
-            codes = torch.zeros(count, dtype=torch.uint8, device=buf.device)
-            for plane, shift, width in planes:
-                packed = plane[start * width // 8 : -(-(start + count) * width // 8)]
-                codes |= _unpack(packed, width)[:count] << shift
-            found = grouped(codes, group)
-            steps = found.to(torch.float32)
-            if bits == 8:
-                steps = torch.where(found < 128, steps + 127, steps - 129)
-            minimum = minima[first:last].view(-1, 1)
-            low, step = _quarter(minimum), _quarter(scales[first:last].view(-1, 1))
-            if round == "dither":
-                noise = grouped(offsets(start, count, key, out.device), group)
-                steps -= torch.where(low + steps * step == 0, 0, noise) if keep else noise
-            quarters = low + steps * step
-            missing = ((minimum & 0x7FFF) >= 0x7F80) | (found == 128)
-            store(quarters * 4, missing, storage_slice(out, start, count))
+            packed = [plane[start * width // 8 : -(-(start + count) * width // 8)] for plane, width in planes]
+            codes = grouped(unpack_planes(packed, bits, count), group)
+            noise = grouped(offsets(start, count, key, out.device), group) if round == "dither" else None
+            scale, minimum = scales[first:last].view(-1, 1), minima[first:last].view(-1, 1)
+            values = dequantize(codes, scale, minimum, bits, out.dtype, noise, keep)
+            storage_slice(out, start, count).copy_(values.view(-1)[:count])
 
     return Kernels(encode, decode)
 
 
 def _views(
     payload: torch.Tensor, numel: int, bits: int, group: int
-) -> tuple[list[tuple[torch.Tensor, int, int]], torch.Tensor, torch.Tensor]:
-    """Return the planes of codes, each with its first bit and its width; the scales, padded, and the minima."""
+) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor, torch.Tensor]:
+    """Return the planes of codes, each with its width; the scales, padded, and the minima."""
     payload_pointer(payload)
     at, (low_bits, high_bits) = sections(numel, bits, group), widths(bits)
-    planes = [(payload[: at.upper], 0, low_bits), (payload[at.upper : at.scales], low_bits, high_bits)]
+    planes = [(payload[: at.upper], low_bits), (payload[at.upper : at.scales], high_bits)]
     return (
         planes if high_bits else planes[:1],
-        payload[at.scales : at.minima].view(torch.int16),
-        payload[at.minima : at.nbytes].view(torch.int16),
+        payload[at.scales : at.minima].view(torch.bfloat16),
+        payload[at.minima : at.nbytes].view(torch.bfloat16),
     )
 
 
 def quantize(
     groups: torch.Tensor, noise: torch.Tensor | None, bits: int, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes, uint8, and the bits of scales and minima, int16, of float32 (groups, group)."""
-    finite = (groups.view(torch.int32) & 0x7FFFFFFF) < INF
-    low = torch.where(finite, groups, torch.inf).amin(1, keepdim=True)
-    high = torch.where(finite, groups, -torch.inf).amax(1, keepdim=True)
+    """Return codes, uint8, and scales and minima, bfloat16, of float32 (..., groups, group)."""
+    finite = groups.abs() < torch.inf
+    low = torch.where(finite, groups, torch.inf).amin(-1, keepdim=True)
+    high = torch.where(finite, groups, -torch.inf).amax(-1, keepdim=True)
     none = low > high
     minimum = _floor(torch.where(none, 0, low))
-    quarter = _quarter(minimum)
+    quarter = (minimum << 16).view(torch.float32) * 0.25
     # divides by a tensor: for a number, CUDA would multiply with its reciprocal and lose the last bit
     high_quarter = torch.where(none, 0, high) * 0.25
     spread = high_quarter - quarter
-    step = _up(spread / torch.full_like(spread, LEVELS[bits]))
+    step = up(spread / torch.full_like(spread, LEVELS[bits]))
     constant = spread < SMALLEST_QUARTER
     zero = torch.full_like(minimum, -1)
     if keep:
         near = (minimum > 0) & ~constant & (quarter < step)
         at_zero = near | (minimum == 0)
         least = torch.full_like(step, SMALLEST_QUARTER)
-        from_zero = _up(high_quarter / torch.full_like(spread, LEVELS[bits]))
+        from_zero = up(high_quarter / torch.full_like(spread, LEVELS[bits]))
         from_zero = torch.where(high_quarter < SMALLEST_QUARTER, least, from_zero)
-        below = (low.view(torch.int32) < 0) & (low.view(torch.int32) & 0x7FFFFFFF != 0) & ~none
+        below = low < 0
         around, zero_code = _around_zero(torch.where(none, 0, low) * 0.25, high_quarter, LEVELS[bits], bits)
         step = torch.where(below, around, torch.where(at_zero, from_zero, step))
         zero = torch.where(below, zero_code, torch.where(at_zero, 0, zero))
-        empty = (high.view(torch.int32) & 0x7FFFFFFF == 0) | none
+        empty = (high == 0) | none
         constant = torch.where(below, False, torch.where(at_zero, empty, constant))
         quarter = torch.where(below, -zero_code * around, torch.where(at_zero, 0, quarter))
         minimum = torch.where(below | at_zero, (quarter * 4).view(torch.int32) >> 16, minimum)
     if bits < 8:
-        finite = finite.all(1, keepdim=True)
+        finite = finite.all(-1, keepdim=True)
         minimum = torch.where(finite, minimum, NAN)
         constant = constant | ~finite
     steps = (groups * 0.25 - quarter).clamp(min=0) * torch.where(constant, 0, step.reciprocal())
@@ -118,19 +110,39 @@ def quantize(
         steps = steps + noise
     steps = steps.round()
     if keep:
-        word = groups.view(torch.int32)
-        kept = torch.where(word < 0, torch.minimum(steps, zero - 1), torch.maximum(steps, zero + 1))
-        steps = torch.where(word & 0x7FFFFFFF == 0, steps, kept)
+        above = torch.where(groups > 0, torch.maximum(steps, zero + 1), steps)
+        steps = torch.where(groups < 0, torch.minimum(steps, zero - 1), above)
     codes = torch.where(finite, steps, 255 if bits == 8 else 0).to(torch.uint8)
     if bits == 8:
         codes = codes + 129
     scale = torch.where(constant, 0, (step * 4).view(torch.int32) >> 16)
-    return codes, scale.view(-1).to(torch.int16), minimum.view(-1).to(torch.int16)
+    return codes, _bfloat16(scale), _bfloat16(minimum)
 
 
-def _up(values: torch.Tensor) -> torch.Tensor:
-    """Round finite float32 numbers of at least 0 up to bfloat16."""
-    return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minima: torch.Tensor,
+    bits: int,
+    dtype: torch.dtype,
+    noise: torch.Tensor | None,
+    keep: bool,
+) -> torch.Tensor:
+    """Return the elements of codes (..., groups, group), in `dtype`; scales and minima are (..., groups, 1)."""
+    steps = codes.to(torch.float32)  # loops of Inductor compare float32 faster than int8
+    low, step = (each.to(torch.float32) * 0.25 for each in (minima, scales))
+    missing = ~low.isfinite()
+    if bits == 8:
+        missing = missing | (steps == 128)
+        steps = torch.where(steps < 128, steps + 127, steps - 129)
+    if noise is not None:
+        steps = steps - (torch.where(low + steps * step == 0, 0, noise) if keep else noise)
+    return rounded((low + steps * step) * 4, missing, dtype)
+
+
+def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of int32 bits (..., groups, 1), without the last dimension."""
+    return bits.squeeze(-1).to(torch.int16).view(torch.bfloat16)
 
 
 def _around_zero(low: torch.Tensor, high: torch.Tensor, levels: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +151,7 @@ def _around_zero(low: torch.Tensor, high: torch.Tensor, levels: int, bits: int) 
     step, zero = torch.full_like(low, torch.inf), torch.ones_like(low)
     for power in range(bits):
         code = 1 << power
-        found = _up(torch.maximum(low * (-1 / code), high / torch.full_like(high, levels - code)))
+        found = up(torch.maximum(low * (-1 / code), high / torch.full_like(high, levels - code)))
         found = found.clamp(min=SMALLEST_QUARTER)
         better = (found < step) & (found <= LARGEST_QUARTER / code)
         step, zero = torch.where(better, found, step), torch.where(better, code, zero)
@@ -154,22 +166,14 @@ def _floor(values: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitude < SMALLEST_MINIMUM, 0, down) >> 16
 
 
-def _quarter(bits: torch.Tensor) -> torch.Tensor:
-    """Return a quarter of bfloat16 numbers given by their bits."""
-    return (bits.to(torch.int32) << 16).view(torch.float32) * 0.25
+def pack_planes(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Return the planes of uint8 codes along the last dimension, the lowest bits first."""
+    low, high = widths(bits)
+    return [pack_codes(codes, low), *([pack_codes(codes >> low, high)] if high else [])]
 
 
-def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Pack the low bits of 1-d uint8 side by side into bytes, the first ones lowest."""
-    if width == 8:
-        return codes
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
-    return (grouped(codes & ((1 << width) - 1), 8 // width) << shifts).sum(1, dtype=torch.uint8)
-
-
-def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Unpack the bytes of `_pack`."""
-    if width == 8:
-        return packed
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(1) >> shifts & ((1 << width) - 1)).view(-1)
+def unpack_planes(planes: Sequence[torch.Tensor], bits: int, numel: int) -> torch.Tensor:
+    """Return `numel` codes of planes along the last dimension."""
+    low, high = widths(bits)
+    codes = unpack_codes(planes[0], low)[..., :numel]
+    return codes if not high else codes | unpack_codes(planes[1], high)[..., :numel] << low

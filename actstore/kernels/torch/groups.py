@@ -22,9 +22,18 @@ def grouped(values: torch.Tensor, group: int) -> torch.Tensor:
     return pad(values, (0, -len(values) % group)).view(-1, group)
 
 
-def store(values: torch.Tensor, missing: torch.Tensor, out: torch.Tensor) -> None:
-    """Write float32 (groups, group) to `out`, 1-d: clamped to its finite range, to even, NaN where `missing`."""
-    largest = torch.finfo(out.dtype).max
+def up(values: torch.Tensor) -> torch.Tensor:
+    """Round finite float32 numbers of at least 0 up to bfloat16."""
+    return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def rounded(values: torch.Tensor, missing: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 numbers in `dtype`: clamped to its finite range, to even, NaN where `missing`."""
+    largest = torch.finfo(dtype).max
     # NaN enters after the conversion, which writes other NaN bits on some processors
-    decoded = values.clamp(-largest, largest).to(out.dtype).masked_fill_(missing, torch.nan)
-    out.copy_(decoded.view(-1)[: len(out)])
+    return torch.where(missing, torch.nan, values.clamp(-largest, largest).to(dtype))
+
+
+def store(values: torch.Tensor, missing: torch.Tensor, out: torch.Tensor) -> None:
+    """Write float32 (groups, group) to `out`, 1-d, as `rounded` returns them."""
+    out.copy_(rounded(values, missing, out.dtype).view(-1)[: len(out)])

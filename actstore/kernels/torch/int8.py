@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from actstore.kernels.base import Kernels, payload_pointer, round_up, storage_slice
-from actstore.kernels.torch.groups import INF, chunks, grouped, store
+from actstore.kernels.torch.groups import chunks, grouped, rounded, up
 from actstore.kernels.torch.philox import offsets
 
-FLUSH = 0x08800000  # 2^-110
-LEAST_SCALE = 0x05000000  # 2^-117, the scale of a group below that where signs are kept
+FLUSH = 2.0**-110
+LEAST_SCALE = 2.0**-117  # the scale of a group below that where signs are kept
 
 
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
@@ -35,33 +35,44 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
         for start, count in chunks(numel):
             first, last = start // group, -(-(start + count) // group)
             found = grouped(codes[start : start + count], group)
-            steps = found.to(torch.float32)
-            if round == "dither":
-                noise = grouped(offsets(start, count, key, out.device), group)
-                steps -= torch.where(found == 0, 0, noise) if keep else noise
-            values = steps * scales[first:last].to(torch.float32).view(-1, 1)
-            store(values, found == -128, storage_slice(out, start, count))
+            noise = grouped(offsets(start, count, key, out.device), group) if round == "dither" else None
+            values = dequantize(found, scales[first:last].view(-1, 1), out.dtype, noise, keep)
+            storage_slice(out, start, count).copy_(values.view(-1)[:count])
 
     return Kernels(encode, decode)
 
 
-def quantize(groups: torch.Tensor, noise: torch.Tensor | None, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, int8, and scales of float32 (groups, group), or of (groups, group, columns), a scale per column."""
-    magnitudes = groups.view(torch.int32) & 0x7FFFFFFF
-    finite = magnitudes < INF
-    top = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
+def quantize(
+    groups: torch.Tensor, noise: torch.Tensor | None, keep: bool, dim: int = -1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes, int8, and scales, bfloat16, of float32 groups along `dim`; scales lack that dimension."""
+    magnitudes = groups.abs()
+    finite = magnitudes < torch.inf
+    top = torch.where(finite, magnitudes, 0).amax(dim, keepdim=True)
     # divides by a tensor: for a number, CUDA would multiply with its reciprocal and lose the last bit
-    exact = top.view(torch.float32) / torch.full_like(top, 127, dtype=torch.float32)
-    scale = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    scale = up(top / torch.full_like(top, 127))
     flushed = top < FLUSH
     steps = groups * torch.where(flushed, 0, scale.reciprocal())
     if noise is not None:
         steps = steps + noise
-    codes = torch.where(finite, steps.round(), -128).to(torch.int8)
+    steps = steps.round()
     scale = torch.where(flushed, 0, scale)
     if keep:
-        codes = torch.where(
-            (codes == 0) & (magnitudes != 0), (groups.view(torch.int32) >> 31 | 1).to(torch.int8), codes
-        )
-        scale = torch.where(flushed & (top != 0), torch.full_like(top, LEAST_SCALE).view(torch.float32), scale)
-    return codes, scale.view(-1).to(torch.bfloat16)
+        steps = torch.where(steps == 0, groups.sign(), steps)
+        scale = torch.where(flushed & (top != 0), LEAST_SCALE, scale)
+    codes = torch.where(finite, steps, -128).to(torch.int8)
+    return codes, scale.squeeze(dim).to(torch.bfloat16)
+
+
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor | None, keep: bool
+) -> torch.Tensor:
+    """Return the elements of codes, in `dtype`; `scales` have the dimensions of `codes`, the grouped one of size 1."""
+    steps = codes.to(torch.float32)
+    missing = steps == -128  # loops of Inductor compare float32 faster than int8
+    if noise is not None:
+        steps = steps - (torch.where(steps == 0, 0, noise) if keep else noise)
+    values = steps * scales.to(torch.float32)
+    if noise is None and dtype is torch.float32:
+        return torch.where(missing, torch.nan, values)  # never beyond its largest number
+    return rounded(values, missing, dtype)

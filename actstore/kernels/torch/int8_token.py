@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from actstore.kernels.base import Kernels, payload_pointer, round_up, storage_slice
 from actstore.kernels.torch import int8 as int8_torch
-from actstore.kernels.torch.groups import CHUNK_NUMEL, store
+from actstore.kernels.torch.groups import CHUNK_NUMEL
 from actstore.kernels.torch.philox import offsets
 
 
@@ -24,19 +24,17 @@ def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, ke
         for start, count, first, last in _chunks(numel, group, columns):
             values = _tiled(storage_slice(src, start, count).to(torch.float32), group, columns)
             noise = None if round == "nearest" else _tiled(offsets(start, count, key, src.device), group, columns)
-            found, scales[first:last] = int8_torch.quantize(values, noise, keep)
+            found, scales_found = int8_torch.quantize(values, noise, keep, dim=1)
+            scales[first:last] = scales_found.view(-1)
             codes[start : start + count] = found.view(-1)[:count]
 
     def decode(numel: int, columns: int, buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
         codes, scales = _sections(buf, numel, group, columns)
         for start, count, first, last in _chunks(numel, group, columns):
             found = _tiled(codes[start : start + count], group, columns)
-            steps = found.to(torch.float32)
-            if round == "dither":
-                noise = _tiled(offsets(start, count, key, out.device), group, columns)
-                steps -= torch.where(found == 0, 0, noise) if keep else noise
-            values = steps * scales[first:last].to(torch.float32).view(-1, 1, columns)
-            store(values, found == -128, storage_slice(out, start, count))
+            noise = _tiled(offsets(start, count, key, out.device), group, columns) if round == "dither" else None
+            values = int8_torch.dequantize(found, scales[first:last].view(-1, 1, columns), out.dtype, noise, keep)
+            storage_slice(out, start, count).copy_(values.view(-1)[:count])
 
     return along_elements._replace(
         rows=lambda numel, columns: (partial(encode, numel, columns), partial(decode, numel, columns))

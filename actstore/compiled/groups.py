@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actstore.base.layout import layout_of
-from actstore.compiled.formats.sizes import hint
+from actstore.compiled.graph import hint
 from actstore.kernels.rows import fit
 
 MAX_IMAGE_LEAD = 3  # dimensions of an image in front of its groups: Inductor takes four for an image, and turns them
@@ -71,7 +72,7 @@ class Grouping:
         parts = [numbers[..., :whole], numbers[..., whole:]] if whole and self.numel % self.group else [numbers]
         return [part.unsqueeze(-1) for part in parts]
 
-    def join(self, groups: list[Tensor]) -> Tensor:
+    def join(self, groups: Sequence[Tensor]) -> Tensor:
         """Return the elements of groups in storage order: the inverse of `split`."""
         return joined([each.flatten(-2) for each in groups])
 
@@ -84,9 +85,9 @@ class Grouping:
         return torch.permute(rows, [self.dims.index(dim) for dim in range(len(self.dims))])
 
 
-def joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return parts of each row side by side."""
-    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    return torch.cat(list(parts), -1) if len(parts) > 1 else parts[0]
 
 
 def storage_order(tensor: Tensor) -> tuple[tuple[int, ...] | None, str]:
