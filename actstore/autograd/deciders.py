@@ -9,11 +9,9 @@ bits. A call without a name, as in ``map(torch.abs, xs)``, may decide by anythin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf
 from sys import _getframe
-from threading import local
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -149,23 +147,6 @@ READERS: dict[CodeType, Callable[[FrameType], Need | _Guess]] = {
 }  # fmt: skip
 
 
-class _Purpose(local):
-    recomputes = False  # whether a recomputation goes on from the tensors that are saved now
-
-
-_thread = _Purpose()
-
-
-@contextmanager
-def in_recomputation() -> Iterator[None]:
-    """Save tensors that a recomputation goes on from: its operators may decide by their signs."""
-    _thread.recomputes = True
-    try:
-        yield
-    finally:
-        _thread.recomputes = False
-
-
 def caller() -> FrameType | None:
     """Find the innermost frame outside of this package."""
     frame: FrameType | None = _getframe(1)
@@ -196,8 +177,6 @@ def keep_decisions(
     kept = codec.keeping_signs
     if kept is codec:  # lossless, or its options say it
         return codec, ""
-    if _thread.recomputes:
-        return kept, "recomputation decides by its sign" + ("" if kept else f", which {codec.name} loses")
     reader, need = _reader(tensor, before=before) if read else ("", "")
     if isinstance(need, _Guess):
         need = need.need if protected else ""

@@ -110,11 +110,6 @@ class Readers:
 
         return watching
 
-    def set_apart(self, handle: Any, reason: str) -> None:
-        """Note a handle that no node reads. The error of its payload cannot be predicted for `reason`."""
-        if isinstance(handle, Payload):
-            self._apart.append((ref(handle), reason))
-
     @property
     def alive(self) -> bool:
         """True while a reader lives, so that a backward may come."""

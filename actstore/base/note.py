@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-CACHED = "cached by a selective checkpoint"  # of the model's own
 SMALL = "small"  # below the limit of the store's `min_bytes`
 
 
@@ -17,14 +16,12 @@ class Note(NamedTuple):
     kept : whether the tensor is kept for that reason
     full : tiers without room, where that is the reason
     decisions : text about the kept decisions of a recomputed module, after the reason
-    cached : whether a selective checkpoint of the model's own holds the tensor
     """
 
     reason: str = ""
     kept: bool = False
     full: tuple[str, ...] = ()
     decisions: str = ""
-    cached: bool = False
 
     @classmethod
     def no_room(cls, tiers: tuple[str, ...]) -> Note:
@@ -36,7 +33,7 @@ class Note(NamedTuple):
 
     def __str__(self) -> str:
         reason = f"kept: {self.reason}" if self.kept and self.reason else self.reason
-        return "; ".join(filter(None, (reason, self.decisions, CACHED if self.cached else "")))
+        return "; ".join(filter(None, (reason, self.decisions)))
 
 
 FOLLOWED = Note()

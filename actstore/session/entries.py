@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from actstore.autograd import caches, modules
+from actstore.autograd import modules
 from actstore.autograd.hooks import Scope
 from actstore.autograd.unpack import unpack
 from actstore.base.checkpoints import innermost_pack
@@ -60,8 +60,6 @@ class StoreEntry:
         tracker = self.scope.tracker
         self.undos.append(partial(modules.stop, tracker, modules.current()))
         modules.start(tracker)
-        self.undos.append(partial(caches.stop, caches.current()))
-        caches.start(self.scope)
         self.undos.append(self._deactivate)
         entries().append(self)
         hook = modules.lasting(unpack) if "torch._dynamo" in sys.modules else unpack
