@@ -62,8 +62,8 @@ def rows_again(plain: Saved, kept: Iterable[str], table: Table, rules: GraphRule
     rows = []
     for module, (count, nbytes) in sorted(sums.items()):
         decision, _ = rules.decide(names, module, 0, ANY)
-        where = str(decision if isinstance(decision, Recompute) else Recompute())
+        again = decision if isinstance(decision, Recompute) else Recompute()
         name = rules.relative(module)
         number = 1 + max((row.number for row in table if row.name == name), default=-1)
-        rows.append(SavedRow(AGAIN, name, number, where, saved=nbytes, tensors=count))
+        rows.append(SavedRow(AGAIN, name, number, again, saved=nbytes, tensors=count))
     return rows

@@ -333,9 +333,9 @@ def _table(rows: list[NodeRow], rules: GraphRules, extra: Set[Node]) -> Table:
         saved, per_byte = row.saved, row.per_byte
         if treatment.saved.node in extra:
             kind, saved, per_byte = EXTRA if kind == KEPT else kind, 0, 0
-        name, where = rules.relative(treatment.name), treatment.where
-        name = f"{name}/{treatment.tag}" if treatment.tag else name
+        name = rules.relative(treatment.name) + (f"/{treatment.tag}" if treatment.tag else "")
+        why = treatment.note, treatment.exact
         table.append(
-            SavedRow(kind, name, index, where, treatment.note, treatment.exact, saved, per_byte, int(row.saved != 0))
-        )  # fmt: skip
+            SavedRow(kind, name, index, treatment.decision, *why, saved, per_byte, tensors=int(row.saved != 0))
+        )
     return tuple(table)

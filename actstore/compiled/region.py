@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -23,8 +22,6 @@ from actstore.base.reaper import Finalizer
 from actstore.compiled.table import AGAIN, EXTRA, INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table, running_table
 from actstore.compiled.tokens import Puts, nbytes_of_token, site_of
 from actstore.errors import PayloadError
-from actstore.policy import Recompute
-from actstore.policy.grammar import parse_decision
 from actstore.store.verified import Seal
 
 _UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
@@ -86,7 +83,7 @@ class _Packing:
         ledger = self._tracker.frame.place.ledger
         for row in rows:
             account = ledger.account(site_of(self._prefix, row.name, row.number))
-            account.decision = _decision(row.where)
+            account.decision = row.decision
             account.count += row.tensors
             ledger.add(account, row.saved, 0, 0)
 
@@ -99,7 +96,7 @@ class _Packing:
         if row.kind == SAMPLE or key in tracker.storages.parameters:
             return tensor.detach(), tensor._version, tracker.frame
         account = ledger.account(site_of(self._prefix, row.name, row.number))
-        account.decision, account.exact = _decision(row.where), row.exact
+        account.decision, account.exact = row.decision, row.exact
         if row.kind == TOKEN:  # its payload has been booked where it waits, with a note where no tier has room
             account.count += row.tensors
             saved = row.per_byte * nbytes_of_token(tensor) if row.saved < 0 else row.saved
@@ -120,13 +117,6 @@ class _Packing:
         kept = Kept(tensor, account, ledger.hold(account, saved, 0, nbytes))
         tracker.storages.kept[key] = ref(kept)
         return kept
-
-
-@cache
-def _decision(text: str) -> str | Recompute:
-    """Return the decision on a recomputed module, or the text of another one."""
-    found = parse_decision(text) if text.startswith("recompute") else text
-    return found if isinstance(found, Recompute) else text
 
 
 class Sealed(Kept):

@@ -17,37 +17,36 @@ from actstore.compiled.formats import graph_codec
 from actstore.compiled.table import SavedRow
 from actstore.compiled.tiers import is_token
 from actstore.policy import Encode
-from actstore.policy.grammar import parse_decision
 
 
 @torch.library.custom_op(
     "actstore::sample",
     mutates_args=(),
-    schema="(Tensor tensor, Tensor[] payload, int[] strides, str codec, str where, str name, int number) -> Tensor",
+    schema="(Tensor tensor, Tensor[] payload, int[] strides, str codec, str decision, str name, int number) -> Tensor",
     tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 def sample(
-    tensor: Tensor, payload: list[Tensor], strides: list[int], codec: str, where: str, name: str, number: int
+    tensor: Tensor, payload: list[Tensor], strides: list[int], codec: str, decision: str, name: str, number: int
 ) -> Tensor:
     """Measure the payload of a tensor, whose groups are those of a tensor with these strides."""
     puts = tokens.running_puts()
     if puts is not None and puts.samples:
 
         def decoded() -> Tensor:
-            decision = parse_decision(codec)
-            assert isinstance(decision, Encode), codec
+            encode = tokens.decision_of(codec)
+            assert isinstance(encode, Encode), codec
             like = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
-            form, reason = graph_codec(decision.codec, like)
+            form, reason = graph_codec(encode.codec, like)
             assert form is not None, reason
             return form.decode(payload)
 
-        puts.sample(tensor, decoded, where, name, number)
+        puts.sample(tensor, decoded, tokens.decision_of(decision), name, number)
     return torch.empty(0)
 
 
 @sample.register_fake
 def _(
-    tensor: Tensor, payload: list[Tensor], strides: list[int], codec: str, where: str, name: str, number: int
+    tensor: Tensor, payload: list[Tensor], strides: list[int], codec: str, decision: str, name: str, number: int
 ) -> Tensor:
     return torch.empty(0, device="cpu")
 
@@ -80,4 +79,4 @@ def name_samples(rows: Iterable[tuple[Node, SavedRow]]) -> None:
     """Tell the operators that measure payloads the sites that these are of."""
     for node, row in rows:
         if is_sample(node):
-            node.args = (*node.args[:4], row.where, row.name, row.number)
+            node.args = (*node.args[:4], str(row.decision), row.name, row.number)

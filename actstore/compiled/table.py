@@ -6,6 +6,7 @@ import sys
 from typing import Any, NamedTuple
 
 from actstore.base.operators import APPLY_CODE
+from actstore.policy import Decision
 
 INPUT, KEPT, EXTRA, PAYLOAD, TOKEN, SAMPLE, AGAIN = "input", "kept", "extra", "payload", "token", "sample", "again"
 _ATTRIBUTE = "_actstore_table"
@@ -21,7 +22,7 @@ class SavedRow(NamedTuple):
         section of a payload, the token of one in a tier, the sign that one was measured, or tensors that are not saved
         and would be without the store. Such rows are the last ones
     name, number : its site; the name is relative to the compiled module
-    where : the decision, as policy text
+    decision : None for what no rule decides about
     note : why the graph did not follow the decision; empty where it did
     exact : whether the codec of the policy is lossy and `note` forbids it
     saved : bytes that would be saved without the store, of the tensor that a payload stands for, 0 for its further
@@ -33,7 +34,7 @@ class SavedRow(NamedTuple):
     kind: str
     name: str = ""
     number: int = 0
-    where: str = ""
+    decision: Decision | None = None
     note: str = ""
     exact: bool = False
     saved: int = 0

@@ -23,9 +23,8 @@ from actstore.base.ledger import Account, Ledger
 from actstore.base.note import Note
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site, describe
-from actstore.codecs import Codec
 from actstore.errors import ActstoreError, StateError
-from actstore.policy import Offload
+from actstore.policy import Decision, Offload
 from actstore.policy.grammar import parse_decision
 from actstore.store.payload import Payload
 from actstore.transfer import Berth
@@ -147,8 +146,10 @@ class Puts:
         if self._made:
             self._store.remember(self._made)
 
-    def put(self, tensor: Tensor, decision: str, name: str, number: int, readers: int) -> TieredPayload | KeptPayload:
-        """Encode a tensor into the first tier with room, by a decision as policy text.
+    def put(
+        self, tensor: Tensor, decision: Offload, name: str, number: int, readers: int
+    ) -> TieredPayload | KeptPayload:
+        """Encode a tensor into the first tier of a decision with room.
 
         Raises
         ------
@@ -156,16 +157,15 @@ class Puts:
         """
         ledger: Ledger = self._store.ledger
         account = ledger.account(site_of(self._prefix, name, number))
-        codec, tiers = _target_of(decision)
         payload = TieredPayload(account, readers)
         try:
-            route = self._store.route(account, tensor, codec, tiers)
+            route = self._store.route(account, tensor, decision.codec, decision.tiers)
             made = self._store.put(payload, tensor, route, 0, self._forward)
         except ActstoreError as error:
             error.add_context(f"while saving {account.site} ({describe(tensor)}, {decision}) in a compiled graph")
             raise
         if made is None:
-            account.note = Note.no_room(tiers)
+            account.note = Note.no_room(decision.tiers)
             return KeptPayload(tensor, ledger.hold(account, 0, 0, tensor.nbytes))
         self._made.append(made)
         for _ in range(readers - 1):
@@ -178,10 +178,10 @@ class Puts:
         found: bool = self._store.observers.samples
         return found
 
-    def sample(self, tensor: Tensor, decoded: Callable[[], Tensor], where: str, name: str, number: int) -> None:
+    def sample(self, tensor: Tensor, decoded: Callable[[], Tensor], decision: Decision, name: str, number: int) -> None:
         """Measure the payload of a tensor under a decision, which `decoded` returns as it comes back."""
         account = self._store.ledger.account(site_of(self._prefix, name, number))
-        account.decision = where
+        account.decision = decision
         self._store.observers.take(tensor, decoded, account, self._store.place(tensor.device).device)
 
 
@@ -203,8 +203,11 @@ def site_of(prefix: str, name: str, number: int) -> Site:
 def put(tensor: Tensor, decision: str, name: str, number: int, readers: int) -> Tensor:
     """Put a tensor into the store that is entered, or keep a copy where none is. Returns its token."""
     puts = running_puts()
-    made = KeptPayload(tensor) if puts is None else puts.put(tensor, decision, name, number, readers)
-    return token_of(made, tensor)
+    if puts is None:
+        return token_of(KeptPayload(tensor), tensor)
+    wait = decision_of(decision)
+    assert isinstance(wait, Offload), decision
+    return token_of(puts.put(tensor, wait, name, number, readers), tensor)
 
 
 def nbytes_of_token(token: Tensor) -> int:
@@ -225,8 +228,6 @@ def fetch_ahead(token: Tensor) -> None:
 
 
 @cache
-def _target_of(decision: str) -> tuple[Codec, tuple[str, ...]]:
-    """Return the codec and the tiers of a decision, the same objects for the same text: routes compare by identity."""
-    wait = parse_decision(decision)
-    assert isinstance(wait, Offload), decision
-    return wait.codec, wait.tiers
+def decision_of(text: str) -> Decision:
+    """Return the decision that an operator has as text. One text gives one object: routes compare by identity."""
+    return parse_decision(text)

@@ -38,7 +38,7 @@ from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD
 from actstore.compiled.tags import tagged
-from actstore.policy import Derive, Encode, Keep, Offload, may_be_lossy
+from actstore.policy import Decision, Derive, Encode, Keep, Offload, may_be_lossy
 from actstore.policy.decision import waits_as
 
 Planned = Callable[[str, str | None], Encode | Offload | None]
@@ -58,7 +58,7 @@ class Treatment:
     kind : an input of the region, kept, or a payload
     name : module of the site, with its name in the store's model
     tag : name that the model has given to the tensor; empty for none
-    where : the decision, as policy text
+    decision : of the plan or the policy; None where none was asked
     note, exact : why the decision is not followed, as in a report
     codec : of a payload
     tiers : where the payload waits; none for the compute device
@@ -69,7 +69,7 @@ class Treatment:
     kind: str
     name: str = ""
     tag: str = ""
-    where: str = ""
+    decision: Decision | None = None
     note: str = ""
     exact: bool = False
     codec: Codec | None = None
@@ -192,7 +192,7 @@ def _first(
         return treatment
     decision, ambiguous = rules.decide(names, treatment.name, indices[treatment.name], spec, operator, tag)
     wanted = planned(root.name, name)
-    treatment.where = str(wanted or decision)
+    treatment.decision = wanted or decision
     waits = wanted or waits_as(decision)
     if isinstance(decision, Derive) and isinstance(waits, Keep) and value.dtype is torch.bool:
         waits = Encode(BITS)
