@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from actstore.autograd.functions import chooses
 from actstore.autograd.protect import TRANSPARENT
+from actstore.autograd.sensitive import BY_RESULT, DECIDE_BY_SIGN, DECIDE_BY_VALUE, POLES
 from actstore.base.called import last_number, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.spec import Spec
@@ -30,39 +31,11 @@ from actstore.codecs import Codec
 from actstore.codecs.levels import Levels
 from actstore.codecs.side import Side
 
-# Nodes that save their result, and pass a gradient where it is above 0.
-_BY_RESULT = frozenset(
-    {
-        "ReluBackward0", "EluBackward1", "CeluBackward1", "RreluWithNoiseBackward1", "ThresholdBackward1",
-    }
-)  # fmt: skip
 # By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
-_BY_SIGN = frozenset(
-    {
-        "abs", "absolute", "prelu", "prelu_kernel", "leaky_relu", "elu", "selu", "celu", "logsigmoid", "i0e", "i1e",
-        "cosine_similarity",
-    }
-)  # fmt: skip
-_BY_VALUE = frozenset(
-    {
-        "clamp", "clip", "clamp_min", "clamp_max", "hardshrink", "softshrink", "hardtanh", "threshold",
-        "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin",
-        "scatter_reduce", "index_reduce", "segment_reduce", "pdist", "pairwise_distance", "dist", "cdist", "renorm",
-        "norm", "vector_norm", "matrix_norm", "corrcoef", "copysign", "nextafter", "remainder", "fmod", "%",
-        "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "relu6", "hardsigmoid", "hardswish",
-        # They divide by it, or take its root: the error of a number that is small in its group is large beside it.
-        "sqrt", "log", "log2", "log10", "entr", "special_entr", "xlogy", "special_xlogy", "hypot", "kl_div", "addcdiv",
-        "prod", "cumprod", "vander", "atan2", "arctan2",
-        # A small error crosses a pole of their slopes, or grows exponentially.
-        "acos", "arccos", "asin", "arcsin", "acosh", "arccosh", "atanh", "arctanh", "erfinv", "logit", "digamma",
-        "psi", "polygamma", "lgamma", "gammaln", "mvlgamma", "multigammaln", "binary_cross_entropy", "logsumexp",
-        "logcumsumexp", "logaddexp", "logaddexp2", "log1p", "xlog1py", "lu", "lu_solve", "triangular_solve",
-        "solve_triangular", "cholesky_solve",
-    }
-)  # fmt: skip
 _BY_DIVISOR = frozenset({"/", "div", "divide", "true_divide", "truediv", "idiv", "itruediv"})
 _BY_EXPONENT = frozenset({"**", "pow", "ipow"})
-_BY_NAME = _BY_SIGN | _BY_VALUE | _BY_DIVISOR | _BY_EXPONENT
+_BY_VALUE = (DECIDE_BY_VALUE | frozenset(POLES) | {"%"}) - _BY_DIVISOR - _BY_EXPONENT
+_BY_NAME = DECIDE_BY_SIGN | _BY_VALUE | _BY_DIVISOR | _BY_EXPONENT
 _MAX_VIEWS = 8  # of one tensor that `_by_result` follows
 _UNKNOWN = "an unknown operator"
 _CHECKPOINT = "a checkpoint of the model's own"
@@ -229,7 +202,7 @@ def _named_reader(frame: FrameType, tensor: Tensor, *, before: tuple[int, int]) 
         return name, "" if _is_smooth_power(frame, name) else EXACT
     if name in _BY_DIVISOR:
         return name, "" if _is_divided_by_smaller(tensor, *before) else EXACT
-    return name, EXACT if name in _BY_VALUE else SIGN if name in _BY_SIGN else ""
+    return name, EXACT if name in _BY_VALUE else SIGN if name in DECIDE_BY_SIGN else ""
 
 
 def _reader(tensor: Tensor, *, before: tuple[int, int]) -> tuple[str, Need | _Guess]:
@@ -297,7 +270,7 @@ def _by_result(tensor: Tensor, producer: str) -> str:
     """
     node: Any = tensor.grad_fn
     for _ in range(_MAX_VIEWS):
-        if producer in _BY_RESULT:
+        if producer in BY_RESULT:
             return producer
         if producer not in TRANSPARENT:
             break

@@ -12,19 +12,15 @@ from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
+from actstore.autograd.sensitive import CHOICES, COMPARISONS, POLES, SIGNS
 from actstore.base.called import number_before
 
 _MAX_DEPTH = 4  # of functions that backward calls
 _MAX_CODES = 1024  # whose answers are remembered; beyond, all are forgotten
-# Operators that choose, or divide, beside those whose own backward does.
-_CHOOSE = frozenset(
-    {
-        "gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal", "isclose",
-        "allclose", "heaviside", "floor", "ceil", "round", "trunc", "fix", "frac", "floor_divide", "//", "argmax",
-        "argmin", "argsort", "sort", "msort", "topk", "kthvalue", "mode", "bucketize", "searchsorted", "histc",
-        "unique", "nonzero", "int", "long", "item", "tolist", "sign", "sgn", "signbit", "relu", "relu6", "leaky_relu",
-        "hardswish", "hardsigmoid", "rsqrt", "reciprocal",
-    }
+# Operators that choose or divide, or whose own derivative does, beside those whose backward does.
+_CHOOSE = (
+    CHOICES | COMPARISONS | SIGNS | frozenset(POLES)
+    | {"//", "int", "long", "item", "tolist", "relu", "relu6", "leaky_relu", "hardswish", "hardsigmoid"}
 )  # fmt: skip
 _known: dict[CodeType, bool] = {}
 

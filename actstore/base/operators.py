@@ -49,7 +49,7 @@ def _by_node() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, composite in sorted(aten_names().items(), key=lambda item: (item[1], item[0].endswith("_"), item[0])):
         if not composite:
-            found.setdefault(_node_of(name), name.removesuffix("_"))
+            found.setdefault(node_of(name), name.removesuffix("_"))
     return found
 
 
@@ -58,7 +58,7 @@ def operator_of_node(node: str) -> str:
     return _by_node().get(node.rstrip("0123456789"), "")
 
 
-def _node_of(name: str) -> str:
+def node_of(name: str) -> str:
     """Return the name that PyTorch's generator of code gives to the nodes of an operator."""
     words = "".join(word.title() for word in name.split("_"))
     return f"{words}Backward".replace("ForwardBackward", "Backward")

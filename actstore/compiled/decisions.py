@@ -16,29 +16,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from actstore.autograd.sensitive import CHOICES, COMPARISONS, POLES, SIGNS, decides_in_backward
 from actstore.compiled.graph import CONVERSIONS, VIEWS, name_of
 
-_COMPARISONS = frozenset({"le", "lt", "ge", "gt", "eq", "ne"})
+# Operators with a pole: they divide by an argument, and a small number that comes back as zero gives infinity.
+_POLES = {name: place for name, place in POLES.items() if name not in ("pow", "log1p")}
 # Operators that read the sign of one argument, by its position.
 _BY_SIGN = {
-    "sgn": 0, "sign": 0, "signbit": 0, "leaky_relu_backward": 1, "elu_backward": 5, "_prelu_kernel_backward": 1,
-    # They divide by it: a small number that comes back as zero gives infinity.
-    "reciprocal": 0, "rsqrt": 0, "sqrt": 0, "log": 0, "log2": 0, "log10": 0, "div": 1,
+    **dict.fromkeys(SIGNS, 0), "leaky_relu_backward": 1, "log_sigmoid_backward": 1, "elu_backward": 5,
+    "_prelu_kernel_backward": 1, **_POLES,
 }  # fmt: skip
-_SMOOTH_FROM_SIGN = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "div"})
-_BY_VALUE = frozenset(
-    {
-        "logical_not", "logical_and", "logical_or", "logical_xor", "isclose", "floor", "ceil", "round", "trunc", "frac",
-        "fmod", "remainder", "floor_divide", "argmax", "argmin", "max", "min", "median", "nanmedian", "mode",
-        "kthvalue", "sort", "argsort", "topk", "cummax", "cummin", "bucketize", "searchsorted", "heaviside",
-        "nextafter", "copysign", "nonzero", "histc", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
-        "hardshrink_backward", "softshrink_backward", "rrelu_with_noise_backward", "smooth_l1_loss_backward",
-        "huber_loss_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward", "_pdist_backward",
-        "_cdist_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward", "max_pool2d_with_indices",
-        "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d",
-        "_low_memory_max_pool_with_offsets", "_low_memory_max_pool2d_with_offsets",
-    }
-)  # fmt: skip
+_MORE_THAN_SIGN = frozenset(_POLES) | {"elu_backward", "log_sigmoid_backward"}  # they compute with the value, too
 _WITH_INDICES = frozenset({"max", "min", "median", "nanmedian"})  # without a dimension they are smooth
 _KEEP_SIGN = VIEWS | {"relu", "neg", "abs", "clone", "tanh"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64)
@@ -106,9 +94,9 @@ class _Decided:
         signs = [self._signs.get(source) for source in decided]
         if decided and _asks_signs(node, name) and None not in signs:
             self.signed.update(sign for sign in signs if sign is not None)
-            if name not in _SMOOTH_FROM_SIGN and not self._reads_more(node, decided):
+            if name not in _MORE_THAN_SIGN and not self._reads_more(node, decided):
                 return  # as exact as with exact values
-        elif decided and name not in _SMOOTH_FROM_SIGN:
+        elif decided and name not in _POLES:
             self._decide(node, name, decided)
             if node in self.masks:
                 return
@@ -137,7 +125,8 @@ def _deciding(node: Node, name: str) -> list[Node]:
         return [argument for argument in arguments if isinstance(argument, Node)]
     if name == "threshold_backward":
         return [argument for argument in node.args[1:2] if isinstance(argument, Node)]
-    if name in _COMPARISONS or (name in _BY_VALUE and not (name in _WITH_INDICES and len(node.args) == 1)):
+    smooth = name in _WITH_INDICES and len(node.args) == 1
+    if name in COMPARISONS or (name.strip("_") in CHOICES and not smooth) or decides_in_backward(name):
         return node.all_input_nodes
     if name in CONVERSIONS and not _is_float(_value_dtype(node)):
         return node.all_input_nodes
@@ -148,7 +137,7 @@ def _asks_signs(node: Node, name: str) -> bool:
     """Return whether signs are all that a node decides by."""
     if name == "threshold_backward":
         return bool(node.args[2] == 0)
-    if name in _COMPARISONS:
+    if name in COMPARISONS:
         return not isinstance(node.args[1], Node) and bool(node.args[1] == 0)
     return name in _BY_SIGN or (name in CONVERSIONS and _value_dtype(node) is torch.bool)
 

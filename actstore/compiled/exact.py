@@ -9,27 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from actstore.autograd.protect import MAX_STEPS, STATISTIC, WITHOUT_GRADIENT, is_reduced
+from actstore.autograd.sensitive import EXACT_RESULTS, EXPONENTIALS, POLES, SIGNS
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.graph import GETITEM, SavedNode, hint, name_of, origin_of, root_of
 
-# As `autograd/protect.py` has them by the names of autograd's nodes.
-_EXACT_RESULTS = frozenset(
-    {
-        "_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "prepare_softmax_online", "nll_loss_forward",
-        "nll_loss2d_forward", "_linalg_eigh", "_linalg_svd", "_ctc_loss", "var_mean", "var", "std", "std_mean",
-        "rrelu_with_noise", "rrelu_with_noise_functional", "rsqrt", "reciprocal", "linalg_qr", "linalg_lu_factor_ex",
-        "linalg_cholesky_ex",
-    }
-)  # fmt: skip
-_SIGNS = frozenset({"sgn", "sign"})
-# What backward computes again from a saved input of these: the error grows with the exponential.
-_AMPLIFYING = frozenset(
-    {
-        "_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "prepare_softmax_online", "exp", "exp2", "expm1",
-    }
-)  # fmt: skip
-# They divide by an argument, or take its root or logarithm, by the position of that.
-_DIVIDING = {"div": 1, "reciprocal": 0, "rsqrt": 0, "sqrt": 0, "log": 0, "log2": 0, "log10": 0, "log1p": 0, "pow": 0}
 # They average over errors.
 _REDUCTIONS = frozenset({"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm"})
 # They read the shape of a tensor alone.
@@ -58,13 +41,13 @@ def exact_reason(saved: SavedNode, active: Set[Node] | None, tangents: Set[Node]
         return WITHOUT_GRADIENT
     if name_of(root) == GETITEM:
         maker = root.all_input_nodes[0]
-        if root.args[1] != 0 or name_of(maker) in _EXACT_RESULTS:
+        if root.args[1] != 0 or name_of(maker).strip("_") in EXACT_RESULTS:
             return f"a statistic or a further output of {name_of(maker)}"
-    if name_of(root) in _SIGNS:
+    if name_of(root) in SIGNS:
         return f"output of {name_of(root)}: a decision"
-    operator = _EXACT_RESULTS & {name_of(root), origin_of(root)}
-    if operator:
-        return f"output of {min(operator)}: its error is amplified"
+    for operator in (name_of(root), origin_of(root)):
+        if operator.strip("_") in EXACT_RESULTS:
+            return f"output of {operator}: its error is amplified"
     value = saved.value
     if is_reduced(_hints(value.shape), _hints(value.stride()), _shapes_before(saved.node)):
         return STATISTIC
@@ -109,7 +92,7 @@ def amplifier(read: Node, tangents: Set[Node]) -> str:
                 return name
             if user in tangents or user.op == "output" or name in PRODUCTS:
                 continue
-            if origin_of(user) in _AMPLIFYING:
+            if origin_of(user).strip("_") in EXPONENTIALS:
                 return origin_of(user)
             step = user, alone and name not in _REDUCTIONS
             if step not in seen:
@@ -123,7 +106,7 @@ def _divides(user: Node, name: str, node: Node) -> bool:
 
     A quotient of tensors of one size counts for both of them.
     """
-    place = _DIVIDING.get(name)
+    place = POLES.get(name)
     if place is None or origin_of(user) != name:
         return False
     if user.args[place] is not node:

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import torch
 from torch.nn import functional
 
-from actstore.autograd.protect import EXACT_PRODUCERS
+from actstore.autograd.sensitive import EXACT_PRODUCERS
 from actstore.base.units import format_nbytes
 from actstore.display.naming import layer_pattern
 from actstore.display.text import percent

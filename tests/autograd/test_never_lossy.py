@@ -77,6 +77,9 @@ EXACT = {
     "mean": lambda: activation().view(30, 10).square().mean(1, keepdim=True) + 1e-6,
     "root_of_mean": lambda: activation().view(3, 10, 10).square().mean(1, keepdim=True).add(1e-6).sqrt().clone(),
     "mean_of_rows": lambda: activation().view(30, 10).mean(1)[:, None].expand(30, 10),
+    "std_mean": lambda: torch.std_mean(activation().view(30, 10), 1)[0],
+    "vector_norm": lambda: torch.linalg.vector_norm(activation().view(30, 10), dim=1),
+    "sign": lambda: activation().sign(),
     "var_mean": lambda: torch.var_mean(activation().view(30, 10), 1)[0],
     "nll": lambda: F.cross_entropy(activation().view(30, 10), torch.zeros(30, dtype=torch.long), reduction="none"),
     "eigenvectors": lambda: torch.linalg.eigh(activation()[:256].view(16, 16))[1],
@@ -100,7 +103,7 @@ def test_what_is_never_lossy(kind, policy):
 
 OVERRIDDEN = {
     "requires_no_gradient", "softmax", "log_softmax", "logsumexp", "std", "mean", "root_of_mean", "mean_of_rows",
-    "var_mean", "nll", "eigenvectors",
+    "var_mean", "nll", "eigenvectors", "std_mean", "vector_norm", "sign",
 }  # fmt: skip
 
 

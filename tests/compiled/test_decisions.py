@@ -57,6 +57,8 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "max pooling": lambda h: F.max_pool2d(h.view(4, 16, 16, 16), 2).reshape(-1, 256).repeat(4, 1),
     "routing": lambda h: h * torch.zeros_like(h).scatter(1, h.topk(4, 1).indices, 1.0),
     "routing to one": lambda h: h * F.one_hot(h.argmax(1), 256),
+    "logit": lambda h: torch.logit(0.1 * h + 0.5),
+    "lgamma": lambda h: torch.lgamma(0.1 * h + 1.0),
     "sort": lambda h: h.sort(1).values * torch.arange(256.0),
     "median": lambda h: h.median(1, keepdim=True).values.expand(-1, 256),
 }
