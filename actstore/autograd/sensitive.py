@@ -85,6 +85,6 @@ EXACT_PRODUCERS = frozenset(f"{node_of(name)}{number}" for name in EXACT_RESULTS
 
 
 def decides_in_backward(operator: str) -> bool:
-    """Return whether an operator of a backward graph is the backward of one that decides by what it has saved."""
+    """Return whether an operator of a backward graph is the backward of one that decides by its saved tensors."""
     forward = operator.removesuffix("_backward")
     return forward != operator and forward.strip("_") in DECIDE_BY_VALUE

@@ -24,7 +24,7 @@ class Grouping:
     Attributes
     ----------
     dims : dimensions in storage order, the one with the largest stride first
-    lead : so many of them stay as they are; the remaining ones have static sizes, and are cut into groups
+    lead : number of them, from the first, that stay as they are; the remaining ones have static sizes, and are cut into groups
     tail : these sizes
     group : elements in a group
     image : height and width of an image whose channels are cut, joined to one dimension; empty for other tensors
