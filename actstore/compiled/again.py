@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
-from actstore.compiled.graph import hinted_nbytes, is_fixed, outputs_of, root_of
+from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
+from actstore.compiled.graph import outputs_of, root_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import ANY, GraphRules
 from actstore.compiled.table import AGAIN, SavedRow, Table

@@ -8,7 +8,7 @@ from math import inf
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from actstore.compiled.graph import hinted_nbytes
+from actstore.compiled.formats.sizes import hinted_nbytes
 
 IMAGE_DIM = 4
 _WRITTEN = "inductor_realize_to_strides"  # in torch/_inductor/graph.py

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.arrange import IMAGE_DIM
-from actstore.compiled.graph import is_fixed
+from actstore.compiled.formats.sizes import is_fixed
 
 
 def turns_images(module: GraphModule) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from actstore.compiled.graph import VIEWS, hinted_nbytes, name_of
+from actstore.compiled.formats.sizes import hinted_nbytes
+from actstore.compiled.graph import VIEWS, name_of
 
 # `should_realize_on_reuse` in torch/_inductor/ir.py
 _WRITTEN = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"})

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
-from actstore.compiled.graph import IMAGES, hint
+from actstore.compiled.formats.sizes import hint
+from actstore.compiled.graph import IMAGES
 
 _ALLOCATES = "empty_strided_"  # and the kind of device
 _CHECK = "assert_size_stride"

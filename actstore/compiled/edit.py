@@ -20,21 +20,20 @@ from actstore.base.note import SMALL
 from actstore.codecs import Codec, Raw
 from actstore.compiled.arrange import write
 from actstore.compiled.channels import channels_last_nodes
-from actstore.compiled.formats import GraphCodec, graph_codec
+from actstore.compiled.formats.codecs import GraphCodec, graph_codec
+from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
 from actstore.compiled.graph import (
     GETITEM,
     SPLITS,
     VIEWS,
     Boundary,
     SavedNode,
-    hinted_nbytes,
-    is_fixed,
     name_of,
     outputs_of,
     positions,
     root_of,
     views_between,
-)  # fmt: skip
+)
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.sampling import add_sample, is_sample, name_samples
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, set_outputs, splice, trace

@@ -11,7 +11,8 @@ from torch.fx import Node
 from actstore.autograd.protect import MAX_STEPS, STATISTIC, WITHOUT_GRADIENT, is_reduced
 from actstore.autograd.sensitive import EXACT_RESULTS, EXPONENTIALS, POLES, SIGNS
 from actstore.codecs.base import LOSSY_DTYPES
-from actstore.compiled.graph import GETITEM, SavedNode, hint, name_of, origin_of, root_of
+from actstore.compiled.formats.sizes import hint
+from actstore.compiled.graph import GETITEM, SavedNode, name_of, origin_of, root_of
 
 # They average over errors.
 _REDUCTIONS = frozenset({"sum", "mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm"})

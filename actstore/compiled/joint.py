@@ -22,14 +22,13 @@ from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.channels import turns_images
 from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
-from actstore.compiled.formats import graph_codec
+from actstore.compiled.formats.codecs import graph_codec
+from actstore.compiled.formats.sizes import hint, is_fixed
 from actstore.compiled.graph import (
     GETITEM,
     IMAGES,
     SPLITS,
     VIEWS,
-    hint,
-    is_fixed,
     name_of,
     outputs_of,
     positions,

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from actstore.codecs import Codec
 from actstore.compiled import tokens
-from actstore.compiled.formats import graph_codec
+from actstore.compiled.formats.codecs import graph_codec
 from actstore.compiled.table import SavedRow
 from actstore.compiled.tiers import is_token
 from actstore.policy import Encode

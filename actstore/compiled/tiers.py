@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from actstore.codecs import Raw
 from actstore.compiled import tokens
-from actstore.compiled.formats import GraphCodec
+from actstore.compiled.formats.codecs import GraphCodec
 from actstore.compiled.table import SavedRow
 from actstore.policy import Offload
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from actstore.compiled.budget.lossy import LossyModules, LossyPayload
-from actstore.compiled.formats import graph_codec
-from actstore.compiled.graph import Boundary, boundary_of, hint, hinted_nbytes, root_of
+from actstore.compiled.formats.codecs import graph_codec
+from actstore.compiled.formats.sizes import hint, hinted_nbytes
+from actstore.compiled.graph import Boundary, boundary_of, root_of
 from actstore.compiled.names import NodeNames
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import PAYLOAD

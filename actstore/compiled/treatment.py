@@ -18,15 +18,14 @@ from actstore.codecs import Bit1, Codec, Raw
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.compiled.decisions import settle
 from actstore.compiled.exact import amplified, amplifier, depending, differentiable, exact_reason
-from actstore.compiled.formats import graph_codec, why_unavailable
+from actstore.compiled.formats.codecs import graph_codec, why_unavailable
+from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.compiled.graph import (
     GETITEM,
     RNG_STATE,
     VIEWS,
     Boundary,
     SavedNode,
-    hint,
-    hinted_nbytes,
     name_of,
     operator_of,
     origin_of_copy,

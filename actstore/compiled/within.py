@@ -27,7 +27,8 @@ from actstore.compiled.budget.plan import GraphPlan, GraphUnit, RegionBudget
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.copies import copy_for_readers
 from actstore.compiled.counted import AroundGraph, peak_of
-from actstore.compiled.graph import hinted_nbytes, outputs_of
+from actstore.compiled.formats.sizes import hinted_nbytes
+from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.compiled.treater import Graphs, Treater

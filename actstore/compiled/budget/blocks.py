@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from actstore.compiled.graph import hinted_nbytes
+from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.devices.cpu_memory import most_counted
 
 GRAIN_NBYTES = 512  # of the allocators of accelerators

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from actstore.codecs import Codec
-from actstore.compiled.formats import GraphCodec, graph_codec
-from actstore.compiled.graph import hint, hinted_nbytes
+from actstore.compiled.formats.codecs import GraphCodec, graph_codec
+from actstore.compiled.formats.sizes import hint, hinted_nbytes
 from actstore.devices.cpu_memory import most_during
 
 RUNS = 3  # the fastest counts

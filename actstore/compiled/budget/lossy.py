@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from actstore.codecs import Codec, Int8
-from actstore.compiled.graph import hint
+from actstore.compiled.formats.sizes import hint
 from actstore.kernels.rows import fit
 from actstore.policy.options import codec_text
 from actstore.policy.pattern import ancestry

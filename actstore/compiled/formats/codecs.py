@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actstore.codecs import Bit1, Codec, Int8, Raw
 from actstore.codecs.affine import AffineCodec
-from actstore.compiled.groups import Grouping, group_tensor, joined, storage_order
+from actstore.compiled.formats.groups import Grouping, group_tensor, joined, storage_order
 from actstore.kernels.affine import widths
 from actstore.kernels.torch import affine, int8
 from actstore.kernels.torch.bits import BYTE, pack_bools, unpack_bools

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actstore.base.layout import layout_of
-from actstore.compiled.graph import hint
+from actstore.compiled.formats.sizes import hint
 from actstore.kernels.rows import fit
 
 MAX_IMAGE_LEAD = 3  # dimensions of an image in front of its groups: Inductor takes four for an image, and turns them
@@ -24,8 +24,8 @@ class Grouping:
     Attributes
     ----------
     dims : dimensions in storage order, the one with the largest stride first
-    lead : number of them, from the first, that stay as they are; the remaining ones have static sizes, and are cut into groups
-    tail : these sizes
+    lead : number of dimensions before the tail; they stay as they are
+    tail : sizes of the remaining dimensions, which are static, and cut into groups
     group : elements in a group
     image : height and width of an image whose channels are cut, joined to one dimension; empty for other tensors
     """
