@@ -75,49 +75,49 @@ class Bits:
     """The policy that chooses a codec for each site, by the effect of its errors on the gradients of the weights.
 
     The first two steps measure with 8 bits, and later pairs of steps with the chosen codecs. As text:
-    ``"bits(max_noise=0.1)"`` or ``"bits(budget=4GiB)"``.
+    ``"bits(max_noise=0.1)"`` or ``"bits(held=4GiB)"``.
 
     Parameters
     ----------
     max_noise : the variance that payloads may add to the gradients, as for `Auto`: Bits chooses the fewest bytes that
         stay below it
-    budget : bound on bytes held at the end of forward, an int or text: Bits chooses the codecs that disturb gradients
-        least
+    held : bound on bytes held at the end of forward, an int or text: Bits chooses the codecs that disturb gradients
+        least. This is no budget: those bound the peak of a step
 
     Raises
     ------
-    ConfigError : not exactly one of the two is given, the budget does not parse, or `max_noise` is negative or not
+    ConfigError : not exactly one of the two is given, `held` does not parse, or `max_noise` is negative or not
         finite
     """
 
     max_noise: float | None = None
-    budget: int | str | None = None
+    held: int | str | None = None
 
     def __post_init__(self) -> None:
-        if (self.budget is None) == (self.max_noise is None):
+        if (self.held is None) == (self.max_noise is None):
             raise ConfigError(
-                f"Bits(max_noise={self.max_noise!r}, budget={self.budget!r}): exactly one must be given. Write "
-                'Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least.'
+                f"Bits(max_noise={self.max_noise!r}, held={self.held!r}): exactly one must be given. Write "
+                'Bits(max_noise=0.1) for the fewest bytes, or Bits(held="4GiB") for gradients disturbed least.'
             )
         if self.max_noise is not None:
             check_noise(self.max_noise, "Bits(max_noise)")
-        _ = self.budget_nbytes
+        _ = self.held_nbytes
 
     def __str__(self) -> str:
-        return f"bits(max_noise={self.max_noise:g})" if self.max_noise is not None else f"bits(budget={self.budget})"
+        return f"bits(max_noise={self.max_noise:g})" if self.max_noise is not None else f"bits(held={self.held})"
 
     @property
-    def budget_nbytes(self) -> int | None:
-        """Budget of this process in bytes; None where noise is the limit."""
-        return None if self.budget is None else parse_budget(self.budget, "Bits(budget)")
+    def held_nbytes(self) -> int | None:
+        """Bound for this process in bytes; None where noise is the limit."""
+        return None if self.held is None else parse_budget(self.held, "Bits(held)")
 
 
 _TEXT = re.compile(r"\s*(auto|bits)\s*(?:\(([^()]*)\))?\s*", re.DOTALL)
-_POSITIONAL = {"auto": "budget", "bits": "max_noise"}  # the argument that needs no name
+_ARGUMENTS = {"auto": ("budget", "max_noise"), "bits": ("max_noise", "held")}  # the first one needs no name
 
 
 def parse_chooser(text: str) -> Auto | Bits | None:
-    """Read ``"auto(20GiB)"``, ``"auto(20GiB, max_noise=0.1)"``, ``"bits(0.1)"`` or ``"bits(budget=4GiB)"``.
+    """Read ``"auto(20GiB)"``, ``"auto(20GiB, max_noise=0.1)"``, ``"bits(0.1)"`` or ``"bits(held=4GiB)"``.
 
     Returns
     -------
@@ -135,10 +135,10 @@ def parse_chooser(text: str) -> Auto | Bits | None:
     for number, part in enumerate(part.strip() for part in (inside or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
-            key, value = _POSITIONAL[name] if number == 0 else "", key
+            key, value = _ARGUMENTS[name][0] if number == 0 else "", key
         if not value:
             continue
-        if key not in ("budget", "max_noise") or key in arguments:
+        if key not in _ARGUMENTS[name] or key in arguments:
             raise ConfigError(f"policy={text!r}: {part!r} is unknown or given twice. {_usage(name)}")
         arguments[key] = _number(value) if key == "max_noise" else value
     if name == "auto" and "budget" not in arguments:
@@ -151,7 +151,7 @@ def parse_chooser(text: str) -> Auto | Bits | None:
 def _usage(name: str) -> str:
     if name == "auto":
         return 'Write Auto("20GiB"), or "auto(20GiB)". max_noise=0.1 lets it use lossy codecs.'
-    return 'Write Bits(max_noise=0.1) for the fewest bytes, or Bits(budget="4GiB") for gradients disturbed least'
+    return 'Write Bits(max_noise=0.1) for the fewest bytes, or Bits(held="4GiB") for gradients disturbed least'
 
 
 def _number(text: str) -> float | str:

@@ -233,9 +233,9 @@ def train(task: Task, kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     data = task.data(task.work)
     options = {"min_bytes": 0, "seed": seed, **kwargs}
     if policy := options.pop("budget_of", None):
-        options["budget"] = _held(task, work, data, {**options, "policy": policy})
+        options["held"] = _held(task, work, data, {**options, "policy": policy})
     if options["policy"] == "bits":
-        options["policy"] = Bits(options.pop("max_noise", None), options.pop("budget", None))
+        options["policy"] = Bits(options.pop("max_noise", None), options.pop("held", None))
     fix_seed(seed)
     model = task.build(work)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], task.rate)

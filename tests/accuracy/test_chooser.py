@@ -113,13 +113,13 @@ def test_the_same_seed_chooses_the_same(chosen):
 
 
 def test_least_disturbance_within_a_budget(chosen):
-    some = Training(budget="1GiB")
+    some = Training(held="1GiB")
     some.until_chosen()
     assert set(some.store.choice.decisions.values()) == {"keep"}
     some.step()
     everything = some.store.report().held_bytes
     budget = int(0.4 * everything)
-    training = Training(budget=budget)
+    training = Training(held=budget)
     training.until_chosen()
     training.step()
     assert 0.85 * budget < training.store.report().held_bytes <= budget
@@ -127,13 +127,13 @@ def test_least_disturbance_within_a_budget(chosen):
 
 def test_a_budget_that_is_too_small_is_refused_first_and_later_warned_of(monkeypatch):
     monkeypatch.setattr(chooser, "RECHOOSE_STEPS", 1)
-    training = Training(budget=1000)
-    with pytest.raises(CapacityError, match=r"Bits\(budget=1000 B\) is too small: .* are held beside") as refused:
+    training = Training(held=1000)
+    with pytest.raises(CapacityError, match=r"Bits\(held=1000 B\) is too small: .* are held beside") as refused:
         training.until_chosen()
     assert training.store.choice is None
-    training = Training(budget=int(1.01 * refused.value.facts["least"]))
+    training = Training(held=int(1.01 * refused.value.facts["least"]))
     choice = training.until_chosen()
-    training.store._controller._limits = Bits(budget=1000)
+    training.store._controller._limits = Bits(held=1000)
     with pytest.warns(RuntimeWarning, match="Codecs stay as they are"):
         training.run(MOST)
     assert training.store.choice is choice
@@ -213,7 +213,7 @@ def test_gradients_that_overflow_in_the_second_step_count_for_nothing(chosen, ba
 def test_a_budget_holds_where_backward_runs_inside_the_context():
     choices = []
     for inside in (False, True):
-        training = Training(budget="512KiB")
+        training = Training(held="512KiB")
         for step in range(3):
             training.optimizer.zero_grad()
             with training.store:
@@ -278,11 +278,11 @@ def test_a_model_without_payloads_is_kept():
     ("options", "message"),
     [
         ({}, "exactly one must be given"),
-        ({"max_noise": 0.1, "budget": "1GiB"}, "exactly one must be given"),
+        ({"max_noise": 0.1, "held": "1GiB"}, "exactly one must be given"),
         ({"max_noise": -0.1}, r"Bits\(max_noise\)=-0.1: must be a fraction"),
         ({"max_noise": float("nan")}, r"Bits\(max_noise\)=nan: must be a fraction"),
         ({"max_noise": "much"}, r"Bits\(max_noise\)='much': must be a fraction"),
-        ({"budget": "much"}, r"Bits\(budget\)='much'"),
+        ({"held": "much"}, r"Bits\(held\)='much'"),
     ],
 )
 def test_limits_that_cannot_be(options, message):

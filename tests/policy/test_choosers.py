@@ -12,7 +12,7 @@ from actstore.policy import parse_chooser
 
 NOISE = st.floats(0, 10).map(lambda noise: float(f"{noise:g}"))
 BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "160GiB/node", "4096"])
-CHOOSERS = st.builds(Auto, BUDGETS, NOISE) | st.builds(Bits, NOISE) | st.builds(Bits, budget=BUDGETS)
+CHOOSERS = st.builds(Auto, BUDGETS, NOISE) | st.builds(Bits, NOISE) | st.builds(Bits, held=BUDGETS)
 
 
 @given(CHOOSERS)
@@ -29,7 +29,7 @@ def test_the_text_reads_back(chooser):
         ("auto(budget=20GiB)", Auto("20GiB")),
         ("auto(max_noise=0.1, budget=20GiB)", Auto("20GiB", 0.1)),
         ("bits(0.1)", Bits(0.1)),
-        ("bits(budget = 4GiB)", Bits(budget="4GiB")),
+        ("bits(held = 4GiB)", Bits(held="4GiB")),
     ],
 )
 def test_forms_of_the_text(text, wanted):
@@ -48,7 +48,7 @@ def test_other_policies_are_not_read(text):
         ("auto()", ["a budget must be given"]),
         ("auto(max_noise=0.1)", ["a budget must be given"]),
         ("bits", ["a limit must be given", "Bits(max_noise=0.1)"]),
-        ("bits(0.1, budget=4GiB)", ["exactly one"]),
+        ("bits(0.1, held=4GiB)", ["exactly one"]),
         ("auto(1GiB, 0.1)", ["'0.1' is unknown or given twice"]),
         ("auto(1GiB, budget=2GiB)", ["'budget=2GiB' is unknown or given twice"]),
         ("auto(1GiB, noise=0.1)", ["'noise=0.1' is unknown"]),
@@ -66,5 +66,5 @@ def test_text_that_cannot_be(text, words):
 
 def test_a_budget_of_the_node_is_shared(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert Auto("8MiB/node").budget_nbytes == Bits(budget="8MiB/node").budget_nbytes == 2 * 2**20
-    assert Bits(0.1).budget_nbytes is None
+    assert Auto("8MiB/node").budget_nbytes == Bits(held="8MiB/node").held_nbytes == 2 * 2**20
+    assert Bits(0.1).held_nbytes is None

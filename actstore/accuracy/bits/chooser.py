@@ -98,8 +98,8 @@ class BitsController:
 
         Raises
         ------
-        CapacityError : no choice fits into the budget. Raised only before the first choice; later that stays, with a
-            warning
+        CapacityError : no choice keeps the bound on held bytes. Raised only before the first choice; later that stays,
+            with a warning
         StateError : steps do not show the effect of errors on gradients. Raised only before the first choice, too
         """
         policy, self._ahead = self._advance(), None
@@ -230,25 +230,25 @@ class BitsController:
 
     def _choose(self, payloads: list[SitePayload], noise: float) -> None:
         """Choose from the measurements so far."""
-        budget, max_noise = self._limits.budget_nbytes, self._limits.max_noise
+        limit, max_noise = self._limits.held_nbytes, self._limits.max_noise
         try:
             if max_noise is not None:
                 choice = least_bytes(payloads, variance=max_noise * noise, per="site", gap=CHOICE_GAP)
             else:
-                assert budget is not None
+                assert limit is not None
                 accounts = self._ledger.accounts()
                 stored = sum(self._ledger.account(payload.site).stored for payload in payloads)
                 held = max(0, sum(account.held_at_exit for account in accounts) - stored)
-                choice = least_variance(payloads, nbytes=max(0, budget - held), per="site", gap=CHOICE_GAP)
+                choice = least_variance(payloads, nbytes=max(0, limit - held), per="site", gap=CHOICE_GAP)
         except CapacityError as refusal:
             least = held + int(refusal.facts["least"])
             why = (
-                f"Bits(budget={format_nbytes(budget or 0)}) is too small: {format_nbytes(held)} are held beside what "
+                f"Bits(held={format_nbytes(limit or 0)}) is too small: {format_nbytes(held)} are held beside what "
                 f"codecs may take, and the smallest codecs make {format_nbytes(least)} of it all. Give that, or "
                 "Auto, which recomputes."
             )
             if self.choice is None:
-                raise CapacityError(why, least=least, limit=budget) from None
+                raise CapacityError(why, least=least, limit=limit) from None
             warnings.warn(f"{why} Codecs stay as they are.", RuntimeWarning, stacklevel=5)
             return
         self._run(choice, noise)
