@@ -15,7 +15,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from actstore.accuracy import Total, measure
-from actstore.auto.exceptions import Separability
+from actstore.auto.excepted import Separability
 from actstore.auto.sample import Sample, calls_at_turns
 from actstore.auto.timing import BACKWARD, FORWARD, Moments
 from actstore.autograd.compiled import NamedCall

@@ -12,7 +12,7 @@ from actstore.auto import planner, watch
 from actstore.auto.candidates import one_lines
 from actstore.auto.duel import DUEL_STEPS, Duel
 from actstore.auto.timing import Moments
-from tests.auto.test_auto_more import Net, auto, full, run
+from tests.auto.test_local import Net, auto, full, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

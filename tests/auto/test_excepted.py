@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from actstore import ActivationStore, Auto
-from actstore.auto.exceptions import Separability
+from actstore.auto.excepted import Separability
 from actstore.plan.decisions import except_from_recompute, excepted_part, rules_of
 from actstore.plan.profile import UnitBytes, UnitFigures
 
