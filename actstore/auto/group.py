@@ -160,13 +160,13 @@ class GroupBoard:
             except (RuntimeError, ActstoreError) as error:
                 if self._next is not None:  # the other ranks may run it
                     raise StateError(
-                        f"Auto(group): step {self._step}: whether another plan runs from this round on is unknown: "
-                        f"{error}. Start all ranks again."
+                        f"Auto(group): step {self._step}: the other ranks may run another plan from this round on: "
+                        f"{error}. Restart all ranks."
                     ) from error
                 self._broken = partial(StateError, str(error))
                 warnings.warn(
                     f"Auto(group): step {self._step}: the ranks cannot agree on another plan: {error}. "
-                    "This rank keeps the plan that it has.",
+                    "This rank keeps its plan.",
                     RuntimeWarning,
                     stacklevel=6,
                 )
@@ -214,7 +214,7 @@ class GroupBoard:
         try:
             self._shared.put(self._key("failed", self._shared.rank), f"{type(error).__name__} in step {self._step}")
         except RuntimeError as unreachable:
-            log.warning("the other ranks cannot be told of an error: %s", unreachable)
+            log.warning("an error could not be reported to the other ranks: %s", unreachable)
 
     # -- what this rank measures --------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class GroupBoard:
         except RuntimeError as error:
             raise StateError(
                 f"Auto(group): step {self._step}: the key-value store of the process group does not answer: {error}. "
-                "The process that keeps it, mostly that of rank 0, has ended: start all ranks again."
+                "The process that hosts it, usually rank 0, has ended: restart all ranks."
             ) from error
 
     def _meet(self) -> None:
@@ -356,8 +356,8 @@ class GroupBoard:
         who = ", ".join(map(self._described, settled["late"]))
         raise StateError(
             f"Auto(group): step {self._step}: nothing came from rank {who}, and the group has no plan yet. All ranks "
-            "must enter their stores equally often: look at that rank's error, and start all ranks again. Where it "
-            "is slow, give Auto(wait_s=) more seconds.",
+            "must enter their stores equally often: read that rank's error, and restart all ranks. If it is only slow, "
+            "raise Auto(wait_s=).",
             ranks=settled["late"],
             step=self._step,
         )

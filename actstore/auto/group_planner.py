@@ -92,7 +92,7 @@ class GroupPlanner(Planner):
             new, _ = self.plan(place, plan)
         except CapacityError as refusal:
             new = self.least(place, refusal, plan)
-            log.warning("%s, and no plan of the group keeps to it: the one that needs least is next", why)
+            log.warning("%s, and no plan of the group keeps the budget: the one with the least memory runs next", why)
         return None if new.decisions == plan.decisions else new
 
     def _add(self, reports: Sequence[Report], peak: float = 0.0) -> list[Sample]:

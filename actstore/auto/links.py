@@ -69,7 +69,7 @@ def rates_alone(place: TierSet, name: str, nbytes: int) -> tuple[float, float] |
         buffers = {slot: device.empty(nbytes).zero_() for slot in slots}
 
         def rate(copy: Callable[..., Ticket]) -> float:
-            """Return that of the second round: in the first one the file grows, and pages are pinned."""
+            """Return the second round's rate: in the first round the file grows, and pages are pinned."""
             starts = [partial(copy, slot, buffers[slot], [device.record(device.current())]) for slot in slots]
             return nbytes / [median(_time([start]) for start in starts) for _ in range(2)][-1]
 

@@ -170,7 +170,7 @@ class LocalBoard:
         try:
             decisions = next(self._rating, None)
         except StateError as error:
-            self.planner.history.append(f"nothing that loses is planned: {error}")
+            self.planner.history.append(f"lossy codecs are not planned: {error}")
             log.warning("%s", self.planner.history[-1])
             return None
         self._rates = decisions is not None
@@ -189,7 +189,7 @@ class LocalBoard:
         if seen is None:
             seen = self._tighten()
             error.actstore_tightened = seen  # type: ignore[attr-defined]
-            what = "the next step runs with less" if seen else "no plan needs so little"
+            what = "the next step runs with less memory" if seen else "no plan needs less memory"
             error.add_note(f"actstore: {self._why}; {what}")
         return seen
 
@@ -203,7 +203,7 @@ class LocalBoard:
         return True
 
     def _give_up(self, budget: int, why: str) -> bool:
-        """Continue with a smaller budget; return False, with everything unchanged, where no plan needs so little."""
+        """Continue with a smaller budget; return False, with everything unchanged, where no plan keeps it."""
         planner, before = self.planner, self.planner.wish
         planner.limit(replace(before, device=budget))
         planner.history.append(f"{why}: the budget is {format_nbytes(budget)} from now on")
@@ -213,7 +213,7 @@ class LocalBoard:
         except CapacityError:
             planner.limit(before)
             planner.history.pop()
-            log.warning("%s, and no plan needs less", why)
+            log.warning("%s, and no plan needs less memory", why)
             return False
         log.warning("%s", planner.history[-1])
         self._steps.ledger.budget.set(budget)
@@ -234,8 +234,8 @@ class LocalBoard:
         self._duel = None
         steps.run(self.planner.least(steps.place, refusal, steps.plan))
         self._news = (
-            f"steps hold more than before: no plan keeps the budget of {format_nbytes(wish.device)} now. The one that "
-            f"needs least runs, with about {format_nbytes(least_of(refusal))}. Give a larger budget or smaller batches"
+            f"steps hold more than before: no plan keeps the budget of {format_nbytes(wish.device)} now. The plan with "
+            f"the least memory runs, about {format_nbytes(least_of(refusal))}. Give a larger budget or smaller batches"
         )
 
     def _watch(self, sample: Sample | None) -> None:

@@ -96,7 +96,7 @@ class RuleText(NamedTuple):
             elif self.line[at].isspace():
                 at += 1
             else:
-                raise self.error(at, 1, f"{self.line[at]!r} has no meaning in a decision. {_FORM}")
+                raise self.error(at, 1, f"unexpected {self.line[at]!r}. Is a colon missing? {_FORM}")
         return [*tokens, Token("end", "", self.end)]
 
     def error(self, offset: int, width: int, message: str) -> PolicyError:

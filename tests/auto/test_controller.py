@@ -320,4 +320,4 @@ def test_a_failed_step_in_a_context_says_that_the_next_one_needs_less():
         store,
     ):
         model(x)
-    assert "the next step runs with less" in str(failed.value.__notes__)
+    assert "the next step runs with less memory" in str(failed.value.__notes__)

@@ -471,6 +471,6 @@ def test_running_out_before_there_are_activations_changes_nothing():
     run(model, store, 3)
     with pytest.raises(torch.OutOfMemoryError) as failed, store:
         raise torch.OutOfMemoryError("no memory")
-    assert "no plan needs so little" in str(failed.value.__notes__)
+    assert "no plan needs less memory" in str(failed.value.__notes__)
     run(model, store, 45)
     assert store.plan.budget == budget

@@ -234,7 +234,7 @@ def test_the_plan_is_below_the_table_and_in_the_json(rates):
         ("bits(0.1)", {}, ConfigError, "chooses by the errors of payloads"),
         ("auto(1GiB, max_noise=0.1)", {}, ConfigError, "chooses by the errors of payloads"),
         ("auto(1GiB)", {"fsdp": 2}, ConfigError, "plans for one rank"),
-        ("auto(64KiB)", {}, CapacityError, "no choice of options fits: at least"),
+        ("auto(64KiB)", {}, CapacityError, "no plan fits into 64.0 KiB of device memory: at least"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(policy, options, error, words, rates):

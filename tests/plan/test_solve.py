@@ -286,8 +286,8 @@ def test_too_little_memory_says_how_much_is_needed_and_where():
     with pytest.raises(CapacityError) as refused:
         solve(chain, Limits(5 * GIB))
     assert str(refused.value) == (
-        "no choice of options fits: at least 6.0 GiB of device memory are needed, in backward of head, and 5.0 GiB are "
-        "allowed. Raise the limit by 1.0 GiB, use a smaller batch, or give head an option that needs less there."
+        "no plan fits into 5.0 GiB of device memory: at least 6.0 GiB are needed, in backward of head. "
+        "Raise the limit by 1.0 GiB, use a smaller batch, or give head an option that needs less there."
     )
     assert refused.value.least == 6 * GIB
     assert solve(chain, Limits(6 * GIB)).evaluation.device_peak <= 6 * GIB
@@ -328,7 +328,7 @@ def test_without_scipy(monkeypatch):
     assert solution.evaluation.feasible
     assert optimum <= solution.evaluation.total <= 1.05 * optimum
     assert solve(chain, Limits(100 * GIB)).gap == 0
-    with pytest.raises(CapacityError, match="no choice of options fits"):
+    with pytest.raises(CapacityError, match="no plan fits into"):
         solve(chain, Limits(GIB / 4))
     with pytest.raises(ConfigError, match=r"pip install 'actstore\[plan\]'"):
         Linear(Tables(chain, limits), [useful(layer) for layer in chain.layers]).relaxed()
@@ -346,7 +346,7 @@ def test_a_front_of_memory_and_time():
     assert front[0].device == pytest.approx(least(chain, Limits(inf)).device)
     assert front[-1].solution.evaluation.overhead == 0
     assert pareto(chain, Limits(5 * GIB), 4)[-1].device == 5 * GIB
-    with pytest.raises(CapacityError, match="no choice of options fits"):
+    with pytest.raises(CapacityError, match="no plan fits into"):
         pareto(chain, Limits(GIB), 4)
     with pytest.raises(ConfigError, match="points=1: must be 2 or more"):
         pareto(chain, Limits(inf), 1)

@@ -124,7 +124,7 @@ ERRORS = [
     ("unprotected «keep»", PolicyError, "'keep' cannot stand inside another decision. Write a codec such as 'int8' or 'raw'."),
     ("wrap(«keep»)", PolicyError, "'keep' cannot stand inside another decision. Write a codec such as 'int8' or 'raw'."),
     ("wrap(inner=«host»)", PolicyError, "'host' is a tier, not a codec. For the bytes as they are, write 'raw @ host'."),
-    ("blocks«.»attn", PolicyError, "'.' has no meaning in a decision. A rule reads 'pattern : decision', such as 'blocks.*.attn : int8 @ host'."),
+    ("blocks«.»attn", PolicyError, "unexpected '.'. Is a colon missing? A rule reads 'pattern : decision', such as 'blocks.*.attn : int8 @ host'."),
     ("a : int8\n  «b int8 @ host» # c", PolicyError, "'b int8 @ host' has no colon. Among several rules each reads 'pattern : decision', and '* : decision' comes last, for all that no other rule covers."),
     ("a :«»", PolicyError, "expected a codec, 'keep', 'derive' or 'recompute', found the end of the rule."),
     ("«a b» : int8", PolicyError, "'a b' is not a pattern. Write a module name, in which * stands for anything, such as 'blocks.*.attn'. After a slash stands the name of a tagged tensor, such as 'blocks.*/qkv', or operators, such as 'blocks.*/@sdpa'."),

@@ -110,7 +110,7 @@ class WorkClock(Cpu):
 
 
 class _Measured:
-    """Gauge that measures the codecs of another one."""
+    """Gauge that wraps another gauge, and measures its codecs."""
 
     def __init__(self, codecs: Gauge, profiler: Profiler) -> None:
         self._codecs, self._profiler = codecs, profiler

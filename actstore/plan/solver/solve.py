@@ -216,9 +216,9 @@ def refusal(needs: Least, limits: Limits) -> CapacityError:
     words = "at least" if needs.device <= needs.bound * (1 + 1e-6) else "about"
     missing = needs.device - limits.device
     return CapacityError(
-        f"no choice of options fits: {words} {format_nbytes(needs.device)} of device memory are needed, in "
-        f"{needs.direction} of {where}, and {format_nbytes(limits.device)} are allowed. Raise the limit by "
-        f"{format_nbytes(missing)}, use a smaller batch, {advice}.",
+        f"no plan fits into {format_nbytes(limits.device)} of device memory: {words} {format_nbytes(needs.device)} are "
+        f"needed, in {needs.direction} of {where}. Raise the limit by {format_nbytes(missing)}, use a smaller batch, "
+        f"{advice}.",
         least=needs.device,
         limit=limits.device,
         direction=needs.direction,
