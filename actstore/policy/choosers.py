@@ -82,7 +82,7 @@ class Bits:
     max_noise : the variance that payloads may add to the gradients, as for `Auto`: Bits chooses the fewest bytes that
         stay below it
     held : bound on bytes held at the end of forward, an int or text: Bits chooses the codecs that disturb gradients
-        least. This is no budget: those bound the peak of a step
+        least. A budget bounds the peak of a step instead
 
     Raises
     ------
