@@ -24,7 +24,7 @@ from torch.nn import functional
 from actstore.autograd.functions import chooses
 from actstore.autograd.protect import TRANSPARENT
 from actstore.autograd.sensitive import BY_RESULT, DECIDE_BY_SIGN, DECIDE_BY_VALUE, POLES
-from actstore.base.called import last_number, operator_name
+from actstore.base.call_site import last_number, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.spec import Spec
 from actstore.codecs import Codec

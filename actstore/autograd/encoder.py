@@ -18,7 +18,7 @@ from actstore.autograd.sharing import Sharing
 from actstore.autograd.storages import part_of
 from actstore.autograd.tracker import DEVICE, Precedent
 from actstore.autograd.verdict import RAW
-from actstore.base.called import calls_one_operator
+from actstore.base.call_site import calls_one_operator
 from actstore.base.ledger import Account
 from actstore.base.note import Note
 from actstore.base.spec import describe

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from actstore.autograd.sensitive import CHOICES, COMPARISONS, POLES, SIGNS
-from actstore.base.called import number_before
+from actstore.base.call_site import number_before
 
 _MAX_DEPTH = 4  # of functions that backward calls
 _MAX_CODES = 1024  # whose answers are remembered; beyond, all are forgotten

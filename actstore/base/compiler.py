@@ -23,8 +23,6 @@ _PACKAGES = [
 ]
 # Without `modules`, whose hooks are compiled with a model (they do nothing then), and `tagging`, which models call.
 _AUTOGRAD = [
-    "called",
-    "census",
     "composite",
     "deciders",
     "derived",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 
-from actstore.base.budget import DeviceBudget
 from actstore.base.note import FOLLOWED
 from actstore.base.reaper import Finalizer
 from actstore.base.spec import Site
@@ -153,6 +153,47 @@ class Claim(ref[Any]):
     booking: Booking
     memory: Any
     idle: list[Any]
+
+
+class RoomMaker(Protocol):
+    """An engine that can move bytes off the compute device."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Let bytes leave the compute device, so that `nbytes` more fit."""
+
+
+class DeviceBudget:
+    """The limit of the bytes that may be held on the compute device, and the engines that make room for more.
+
+    Attributes
+    ----------
+    limit : bytes; infinite where nothing limits them
+    """
+
+    __slots__ = ("_movers", "limit")
+
+    def __init__(self) -> None:
+        self.limit: float = inf
+        self._movers: list[ref[RoomMaker]] = []
+
+    def set(self, nbytes: float) -> None:
+        """Set the limit."""
+        self.limit = nbytes
+
+    def add(self, mover: RoomMaker) -> None:
+        """Ask `mover` for room from now on, for as long as it lives."""
+        self._movers.append(ref(mover))
+
+    def make_room(self, nbytes: int) -> None:
+        """Let what can leave the compute device leave it, before `nbytes` more would exceed the limit."""
+        for weak in self._movers:
+            mover = weak()
+            if mover is not None:
+                mover.make_room(nbytes)
+
+    def close(self) -> None:
+        """Ask no engine for room any more."""
+        self._movers.clear()
 
 
 class Ledger:

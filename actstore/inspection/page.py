@@ -14,7 +14,7 @@ from actstore.display.colors import GREYS, SERIES
 from actstore.inspection.beside import BesideActivations
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.timeline import REST, Timeline, bands_of, decisions_of, holders, labels_of
-from actstore.session.rows import SiteReport
+from actstore.session.report import SiteReport
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -21,7 +21,7 @@ from actstore.autograd.deciders import caller
 from actstore.autograd.modules import current
 from actstore.autograd.storages import joined, nbytes_of, part_of
 from actstore.autograd.unpack import unpack
-from actstore.base.called import operator_name
+from actstore.base.call_site import operator_name
 from actstore.base.checkpoints import innermost_pack
 from actstore.base.layout import layout_of
 from actstore.devices import cpu_memory

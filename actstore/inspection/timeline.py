@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from actstore.base.spec import Site
 from actstore.display.naming import joined, layer_pattern
-from actstore.session.rows import SiteReport
+from actstore.session.report import SiteReport
 
 MAX_BANDS = 8  # of layers, and one of the rest
 MIN_SHARE = 0.01  # of the bytes at the peaks, of a band of its own

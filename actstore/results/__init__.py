@@ -18,7 +18,7 @@ from actstore.plan.profile import Profile
 from actstore.policy.encoded import Encoded
 from actstore.session.job_report import JobReport, RankReport
 from actstore.session.process import ProcessMemory
-from actstore.session.rows import ModuleReport, SiteReport
+from actstore.session.report import ModuleReport, SiteReport
 
 __all__ = [
     "BesideActivations",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial, wraps
 from math import inf
 from threading import Lock
@@ -18,14 +19,14 @@ from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.ledger import Ledger
 from actstore.base.units import parse_nbytes
 from actstore.devices import cpu_memory
-from actstore.errors import ConfigError, StateError
+from actstore.errors import CapacityError, ConfigError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import RegionWarnings
+from actstore.session.applied_policy import AppliedPolicy
 from actstore.session.arguments import check_seed, listed, read_chooser, read_model, read_plan, read_policy
 from actstore.session.entries import StoreEntry, check_nested, entries, entry_to_leave, refuse_checkpointed_region
-from actstore.session.fitted import Fitted
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions, open_device
@@ -132,7 +133,7 @@ class ActivationStore:
         self._ledger = ledger = Ledger()
         if self._given_plan is not None:
             ledger.budget.set(self._given_plan.budget)
-        self._fitted = self._fit(read_policy("keep" if chooser is not None else policy, model))
+        self._applied = self._fit(read_policy("keep" if chooser is not None else policy, model))
         self._sampler = Sampler(ledger, *vars(observers.sample).values())
         self._influence: Influence | None = None
         self._optimizers: Optimizers | None = None
@@ -147,7 +148,7 @@ class ActivationStore:
             self._sampler,
             None if self._controller is None else self._controller.gauge,
         )
-        rules = self._fitted.policy
+        rules = self._applied.policy
         self._store.open(device_of(model), rules.tiers if isinstance(rules, Rules) else ())
 
     def _watch_model(self, model: Module) -> None:
@@ -155,7 +156,7 @@ class ActivationStore:
         from actstore.session.process import Optimizers
 
         self._optimizers = Optimizers(model)
-        if self._chooser is not None or may_be_lossy(self._fitted.policy):
+        if self._chooser is not None or may_be_lossy(self._applied.policy):
             from actstore.accuracy.influence.influence import Influence
 
             self._influence = Influence(model, self._ledger, self._sampler.relative)
@@ -207,7 +208,7 @@ class ActivationStore:
                 ]
                 turns.append(entry.scope)
                 self._inside.add(entry)
-                self._fitted.enter(entry)
+                self._applied.enter(entry)
                 if first and self._controller is not None:
                     self._controller.begin()
             entry.activate()
@@ -227,14 +228,14 @@ class ActivationStore:
             if self._controller is not None:
                 self._follow(self._controller.next(self._store.place(device), named))
             self._store.start()
-            self._fitted.name_modules(named)
+            self._applied.name_modules(named)
         step = None
         if first and self._influence is not None:
-            sampled = self._store.observers.samples and may_be_lossy(self._fitted.policy)
+            sampled = self._store.observers.samples and may_be_lossy(self._applied.policy)
             step = self._influence.begin(sampled=sampled)
         tracker = Tracker(
-            self._fitted.places,
-            self._fitted.top,
+            self._applied.places,
+            self._applied.top,
             self._store.remember,
             exact="" if self._model is None else "saved outside of the model: part of the loss",
             ended=None if step is None else step.put_out,
@@ -242,7 +243,7 @@ class ActivationStore:
         tracker.storages.adopt_model(named)
         return Scope(
             self._store,
-            self._fitted.policy,
+            self._applied.policy,
             tracker,
             self._store.begin(device),
             min_nbytes=self._min_nbytes,
@@ -260,16 +261,21 @@ class ActivationStore:
             entry.unwind(error)
             if error is None:
                 check_nested(entry)
-            else:
-                from actstore.session.out_of_memory import explain
-
-                has_budget = self._ledger.budget.limit < inf
-                known = () if self._optimizers is None else self._optimizers.known()
-                explain(error, self._ledger, self._fitted.policy, self._model, known, has_budget=has_budget)
+            elif isinstance(error, CapacityError | MemoryError | RuntimeError):
+                self._explain(error)
         except BaseException as failure:
             if not isinstance(failure, Exception):  # an interrupt, which may have come before `unwind` ended
                 (entry or entry_to_leave(self, error)).unwind(failure)
             raise
+
+    def _explain(self, error: BaseException) -> None:
+        """Add a note to an error about memory."""
+        with suppress(Exception):  # memory may be too short for the import, too
+            from actstore.session.out_of_memory import explain
+
+            known = () if self._optimizers is None else self._optimizers.known()
+            has_budget = self._ledger.budget.limit < inf
+            explain(error, self._ledger, self._applied.policy, self._model, known, has_budget=has_budget)
 
     def _end_forward(self, entry: StoreEntry) -> None:
         """End the forward of an entry, also of one whose beginning was interrupted."""
@@ -309,7 +315,7 @@ class ActivationStore:
     @property
     def policy(self) -> Policy:
         """Policy as a value."""
-        return self._fitted.policy
+        return self._applied.policy
 
     @property
     def plan(self) -> Plan | None:
@@ -341,7 +347,7 @@ class ActivationStore:
         gradients = None if self._influence is None else self._influence.read()
         circumstances, errors = self._store.circumstances(self._min_nbytes), self._sampler.errors()
         result = self.plan or self.graph_plan or self.choice
-        request = request_of(self._fitted, self._controller, result, self._model)
+        request = request_of(self._applied, self._controller, result, self._model)
         process = None
         if circumstances.on_host:
             optimizers = [] if self._optimizers is None else self._optimizers.find()
@@ -364,7 +370,7 @@ class ActivationStore:
         from actstore.session.job_report import gather
 
         self._store.poll()
-        return gather(self._ledger, self._fitted.policy, self.plan, group)
+        return gather(self._ledger, self._applied.policy, self.plan, group)
 
     def rules_by_size(
         self, larger_than: int | str, decision: Decision | str = "recompute", among: str = "@blocks"
@@ -483,11 +489,11 @@ class ActivationStore:
         from actstore.session.compiling import graph_rules
 
         samples = any(isinstance(each, SampleErrors) and each.every for each in self._observe)
-        rules = graph_rules(self._fitted.policy, self._chooser, self._model, part, self._min_nbytes, samples=samples)
+        rules = graph_rules(self._applied.policy, self._chooser, self._model, part, self._min_nbytes, samples=samples)
         backend = GraphBackend(rules, inner)
         if self._inside:
             raise StateError("a module was compiled inside of the store's context. Compile it before the first step.")
-        self._fitted.leave_to_graphs(rules.target)
+        self._applied.leave_to_graphs(rules.target)
         return backend
 
     def sample_next(self) -> None:
@@ -532,7 +538,7 @@ class ActivationStore:
         return StoreState(
             self._model,
             self._chooser or self._given_policy,
-            self._fitted.policy,
+            self._applied.policy,
             self._store.options.seed,
             self._min_nbytes,
             self._store,
@@ -556,13 +562,13 @@ class ActivationStore:
         self._store.close()
         cpu_memory.trim()
 
-    def _fit(self, policy: Policy) -> Fitted:
-        return Fitted(policy, self._model, self, self._ledger, self._warned, self._min_nbytes)
+    def _fit(self, policy: Policy) -> AppliedPolicy:
+        return AppliedPolicy(policy, self._model, self, self._ledger, self._warned, self._min_nbytes)
 
     def _follow(self, policy: Policy) -> None:
         """Apply another policy from the next entry on."""
-        if policy is not self._fitted.policy:
-            self._fitted = self._fit(policy)
+        if policy is not self._applied.policy:
+            self._applied = self._fit(policy)
 
     def _switch(self, policy: Policy) -> bool:
         """Apply another policy in a step that was just entered. Returns False where other threads are in it, too."""
@@ -570,11 +576,11 @@ class ActivationStore:
         with self._lock:
             if len(self._inside) > 1 or entry.owner is not self or self._model is None:
                 return False
-            self._fitted.exit(entry)
+            self._applied.exit(entry)
             self._follow(policy)
-            self._fitted.name_modules(named_modules(self._model))
-            self._fitted.enter(entry)
-            entry.scope.follow(policy, self._fitted.places)
+            self._applied.name_modules(named_modules(self._model))
+            self._applied.enter(entry)
+            entry.scope.follow(policy, self._applied.places)
         return True
 
 

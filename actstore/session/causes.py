@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from actstore.accuracy.bits.payloads import Choice
     from actstore.compiled.budget.plan import GraphPlan
     from actstore.plan.plan import Plan
+    from actstore.session.applied_policy import AppliedPolicy
     from actstore.session.controllers import StepPolicy
-    from actstore.session.fitted import Fitted
 
 PLANNING_CHOOSERS = ("auto", "plan")  # they plan for bytes on their way, and for decoded and recomputed tensors
 BACKWARD_WORK = ("compiled", "decoding", "derivation", "recomputation")
@@ -58,17 +58,17 @@ class Request:
 
 
 def request_of(
-    fitted: Fitted, controller: StepPolicy | None, plan: Plan | GraphPlan | Choice | None, model: Module | None
+    applied: AppliedPolicy, controller: StepPolicy | None, plan: Plan | GraphPlan | Choice | None, model: Module | None
 ) -> Request:
     """Return the request of a store whose `plan`, if any, comes from its `controller` or was given."""
-    places = fitted.places.values()
+    places = applied.places.values()
     request = Request(
-        fitted.policy,
-        "" if isinstance(fitted.policy, Rules) else "function",
+        applied.policy,
+        "" if isinstance(applied.policy, Rules) else "function",
         hidden=tuple(place.name for place in places if place.hidden),
         named=tuple(place.name for place in places),
         runs=model is None or any(place.has_run for place in places),
-        around_layers=fitted.around_layers,
+        around_layers=applied.around_layers,
     )
     if controller is None and plan is None:
         return request

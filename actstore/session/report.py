@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,14 +12,13 @@ from actstore.accuracy.figures import ErrorFigures, format_error
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.base.units import format_nbytes
 from actstore.display import html
+from actstore.display.naming import joined, layer_pattern
 from actstore.display.text import columns
 from actstore.errors import ConfigError, StateError
 from actstore.policy import Keep, Rules
-from actstore.session import rows
 from actstore.session.advice import why
 from actstore.session.causes import Request, Step
 from actstore.session.process import ProcessMemory
-from actstore.session.rows import ModuleReport, SiteReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +29,70 @@ HEAD = ("tensors", "saved", "stored", "held", "live", "decision")  # after the n
 ERROR = "error"  # a column before the decision, if a site is lossy
 MAX_ROWS = 24  # of a printed table
 By = Literal["layers", "modules", "sites"]
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """The figures of one site; all sizes in bytes, times in ms, meanings as in `Report`.
+
+    `error` has the errors of its lossy payloads in the last sampled step; None for a site without lossy payloads.
+    """
+
+    site: str
+    decision: str
+    note: str
+    tensors: int
+    saved_bytes: int
+    stored_bytes: int
+    held_bytes: int
+    peak_held_bytes: int
+    live_bytes: int
+    offload_ms: float
+    fetch_ms: float
+    stall_ms: float
+    hits: int
+    late: int
+    misses: int
+    error: ErrorFigures | None = None
+
+    def as_row(self) -> ModuleReport:
+        """Return the figures of a table's row."""
+        decision = f"{self.decision or 'keep'}{f' ({self.note})' if self.note else ''}"
+        sizes = self.saved_bytes, self.stored_bytes, self.held_bytes, self.live_bytes
+        error = self.error.relative if self.error is not None and self.error.measured else None
+        return ModuleReport(self.site, decision, self.tensors, *sizes, error)
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """The sites of one module, or of equal modules, with the same decision, added up; sizes in bytes as in `Report`.
+
+    Attributes
+    ----------
+    module : its name; of equal modules ``blocks.0-31.attn``
+    error : the largest relative error of these sites; None where none was measured
+    modules : how many they are
+    """
+
+    module: str
+    decision: str
+    tensors: int
+    saved: int
+    stored: int
+    held: int
+    live: int
+    error: float | None = None
+    modules: int = 1
+
+    @property
+    def label(self) -> str:
+        """The name, with the number of modules where they are several."""
+        return self.module if self.modules == 1 else f"{self.module} x{self.modules}"
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Saved, stored, held and live bytes."""
+        return self.saved, self.stored, self.held, self.live
 
 
 @dataclass(frozen=True)
@@ -200,12 +263,12 @@ class Report:
 
         What holds most comes first.
         """
-        return rows.layers(self.modules)
+        return _layers(self.modules)
 
     @property
     def modules(self) -> tuple[ModuleReport, ...]:
         """Sites of each module added up where their decision is the same, in the order of first use."""
-        return rows.modules(self.sites)
+        return _modules(self.sites)
 
     @property
     def lossy(self) -> tuple[SiteReport, ...]:
@@ -237,7 +300,7 @@ class Report:
         cells = [self._texts(row.label, row) for row in every[:shown]]
         if rest:
             words = "table(most=None) shows them"
-            cells.append(self._texts(f"{len(rest)} more", replace(rows.added("", rest), decision=words)))
+            cells.append(self._texts(f"{len(rest)} more", replace(_added("", rest), decision=words)))
         return [*cells, self._texts("total", total)]
 
     def _texts(self, name: str, row: ModuleReport) -> tuple[str, ...]:
@@ -301,3 +364,32 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _modules(sites: Iterable[SiteReport]) -> tuple[ModuleReport, ...]:
+    """Return the sites of each module added up where their decision is the same, in the order of first use."""
+    groups: dict[tuple[str, str], list[ModuleReport]] = {}
+    for row in (site.as_row() for site in sites):
+        groups.setdefault((row.module.split("[")[0], row.decision), []).append(row)
+    found = (_added(module, rows) for (module, _), rows in groups.items())
+    return tuple(row for row in found if any(row.sizes))
+
+
+def _layers(modules: Iterable[ModuleReport]) -> tuple[ModuleReport, ...]:
+    """Return the modules with equal ones added up, and what holds most first.
+
+    Equal modules have the same decision, tensors and saved bytes, and names that differ in indices only.
+    """
+    groups: dict[tuple[object, ...], list[ModuleReport]] = {}
+    for row in modules:
+        groups.setdefault((layer_pattern(row.module), row.decision, row.tensors, row.saved), []).append(row)
+    found = (replace(_added(joined([r.module for r in rows]), rows), modules=len(rows)) for rows in groups.values())
+    return tuple(sorted(found, key=lambda row: (-row.held, -row.saved)))
+
+
+def _added(module: str, rows: Sequence[ModuleReport]) -> ModuleReport:
+    """Return the sum of rows with one decision."""
+    tensors = sum(row.tensors for row in rows)
+    saved, stored, held, live = (sum(column) for column in zip(*(row.sizes for row in rows), strict=True))
+    errors = [row.error for row in rows if row.error is not None]
+    return ModuleReport(module, rows[0].decision, tensors, saved, stored, held, live, max(errors, default=None))

@@ -19,10 +19,10 @@ from actstore.base.units import format_nbytes
 from actstore.codecs import Codec
 from actstore.errors import CapacityError, StateError
 from actstore.store.comparison import Later
-from actstore.store.late import LatePayloads
 from actstore.store.observers import Gauge, PayloadSampler, StoreObservers
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
+from actstore.store.variable import VariablePayloads
 from actstore.tiers import Disk, Slot
 from actstore.trace import Trace
 from actstore.transfer import Berth
@@ -48,7 +48,7 @@ class Store:
         self.alone: str | None = None  # the one site that is lossy while all other sites must be exact
         self._entries: list[ref[Any]] = []
         self._places: dict[torch.device, TierSet] = {}
-        self._late: dict[TierSet, LatePayloads] = {}
+        self._late: dict[TierSet, VariablePayloads] = {}
         self._left: list[TierSet] = []  # closed by `close`, although graphs may still hold their payloads
         self._lock = Lock()
         self._closed = False
@@ -340,7 +340,7 @@ class Store:
                 if self.trace is not None:
                     self.trace.begin(str(device))
                 place = TierSet(self.options.open_device(device), self.options, self.ledger, self.trace)
-                self._late[place] = LatePayloads(place, self.ledger)
+                self._late[place] = VariablePayloads(place, self.ledger)
                 self._places[device] = place
                 self.ledger.budget.add(place.engine)
             return place

@@ -391,7 +391,7 @@ def test_many_steps_do_not_grow(decision):
     sizes = set()
     for _ in range(4):
         train_step(model, batch, store)
-        sizes.add((len(store._store._entries), len(store._store.ledger.accounts()), len(store._fitted.places)))
+        sizes.add((len(store._store._entries), len(store._store.ledger.accounts()), len(store._applied.places)))
         check_drained(store)
     assert len(sizes) == 1
 

@@ -79,7 +79,7 @@ def no_names_in_errors(patch):
 
 
 def no_names_of_compiled_calls(patch):
-    patch.setattr("actstore.session.fitted.compiled.wrap", nothing)
+    patch.setattr("actstore.session.applied_policy.compiled.wrap", nothing)
 
 
 def unnoticed_regions(patch):

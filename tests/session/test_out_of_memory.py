@@ -14,7 +14,7 @@ from actstore.base.ledger import Ledger
 from actstore.base.units import format_nbytes, parse_nbytes
 from actstore.errors import CapacityError
 from actstore.policy import Keep, Rules
-from actstore.session import out_of_memory, outlook
+from actstore.session import out_of_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 
@@ -239,7 +239,7 @@ def test_states_that_a_hidden_optimizer_still_makes_count(monkeypatch):
         optimizer.step()
         failed(store, model, MemoryError())
         (forward,) = seen
-        needs = outlook._needs(forward, 0, set())
+        needs = out_of_memory._needs(forward, 0, set())
     finally:
         gc.unfreeze()
     assert list(forward.optimizers) == [optimizer]

@@ -16,8 +16,8 @@ from actstore.base.spec import Site
 from actstore.base.units import parse_nbytes
 from actstore.codecs import Int8
 from actstore.devices import refusals
-from actstore.session import outlook
-from actstore.session.shortage import Shortage, shortage_of
+from actstore.session import out_of_memory
+from actstore.session.out_of_memory import Shortage, shortage_of
 from actstore.session.would_fit import Needs, Stretch, _floats, missing_states
 
 MIB = 2**20
@@ -66,7 +66,7 @@ def test_a_note_names_no_policy_where_none_is_predicted_to_fit() -> None:
     assert note.endswith("try next: a smaller batch, as no exact policy is predicted to fit\n")
     least = re.search(r'"@blocks : recompute" (\S+ MiB), .*; there are (\S+ MiB) for it', note)
     assert least is not None
-    assert parse_nbytes(least[1]) * (1 + outlook.MARGIN) > parse_nbytes(least[2])
+    assert parse_nbytes(least[1]) * (1 + out_of_memory.MARGIN) > parse_nbytes(least[2])
 
 
 def test_a_peak_is_the_most_of_what_waits_runs_again_and_is_made() -> None:
@@ -113,8 +113,8 @@ def test_a_codec_takes_floats_of_layers_but_the_first_ones_and_copies_of_weights
 
 @pytest.mark.parametrize(("policy", "levels", "group"), [("int8", 255, 128), ("int4", 16, 32)])
 def test_lossy_policies_have_the_levels_that_their_note_states(policy: str, levels: int, group: int) -> None:
-    assert outlook.LOSSY[policy][1].startswith(f"one of {levels} levels ")
-    assert outlook.LOSSY[policy][1].endswith(f" in its group of {group}")
+    assert out_of_memory.LOSSY[policy][1].startswith(f"one of {levels} levels ")
+    assert out_of_memory.LOSSY[policy][1].endswith(f" in its group of {group}")
     groups = torch.randn(64, group)
     decoded = encode(groups, policy).decode()
     assert max(row.unique().numel() for row in decoded) <= levels
@@ -173,7 +173,7 @@ def note_of(monkeypatch: pytest.MonkeyPatch, free: int, asked: int, runs: int = 
     """Return the note of a forward that failed behind some blocks, with so much memory left."""
     model = Stack()
     shortage = Shortage("a limit", 100 * MIB, free, asked)
-    monkeypatch.setattr(outlook, "shortage_of", lambda error, device: shortage)
+    monkeypatch.setattr(out_of_memory, "shortage_of", lambda error, device: shortage)
     store = ActivationStore(model, "keep", min_bytes=0)
     with pytest.raises(MemoryError) as found, store:  # noqa: PT012
         x = torch.ones(4096, 64)
@@ -192,7 +192,7 @@ def test_at_most_one_lossy_policy_is_named_and_only_where_no_exact_one_fits(
 ) -> None:
     note = note_of(monkeypatch, int(free * MIB), asked=2 * MIB, runs=3)
     lossy = re.findall(r'"(int\d)" at most', note)
-    assert lossy == ([] if named not in outlook.LOSSY else [named])
+    assert lossy == ([] if named not in out_of_memory.LOSSY else [named])
     found = re.search(r'try next: the policy "(.+?)"', note)
     assert (found[1] if found else None) == named
     assert ("which is lossy" in note) == bool(lossy)
@@ -213,9 +213,9 @@ def test_a_forward_that_ended_no_block_has_no_prediction(monkeypatch: pytest.Mon
 def test_gradients_that_fit_under_no_policy_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     held = SimpleNamespace(held=0)
     model = Stack()
-    monkeypatch.setattr(outlook, "shortage_of", lambda error, device: Shortage("a limit", 10, 3, 5))
-    monkeypatch.setattr(outlook, "_needs", lambda *_: NEEDS)
-    found = outlook.outlook_of(REFUSED, outlook.FailedForward.of(held, None, model))  # type: ignore[arg-type]
+    monkeypatch.setattr(out_of_memory, "shortage_of", lambda error, device: Shortage("a limit", 10, 3, 5))
+    monkeypatch.setattr(out_of_memory, "_needs", lambda *_: NEEDS)
+    found = out_of_memory.outlook_of(REFUSED, out_of_memory.FailedForward.of(held, None, model))  # type: ignore[arg-type]
     assert found is not None
     assert found.hopeless == (
         "a smaller model, or an optimizer with smaller states: gradients and optimizer states that are still to come "

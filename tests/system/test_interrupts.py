@@ -21,8 +21,8 @@ from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.job import finish
 from actstore.base.reaper import Finalizer
 from actstore.errors import StateError
+from actstore.session.applied_policy import Fitted
 from actstore.session.entries import StoreEntry, is_active
-from actstore.session.fitted import Fitted
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.contracts.clean import traffic
 from tests.system.interrupts import Instructions, Moments, in_package

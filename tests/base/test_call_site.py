@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from actstore.base.called import last_number, operator_name
+from actstore.base.call_site import last_number, operator_name
 
 ABS = torch.abs
 INNER = partial(torch.abs)
@@ -221,7 +221,7 @@ def test_a_variable_is_let_go_while_the_function_runs():
 
 
 def test_without_positions_no_call_has_a_name():
-    code = "import torch, sys; from actstore.base.called import operator_name\n"
+    code = "import torch, sys; from actstore.base.call_site import operator_name\n"
     code += (
         "with torch.autograd.graph.saved_tensors_hooks(lambda t: print(repr(operator_name(sys._getframe(1)))), int):\n"
     )
@@ -233,10 +233,10 @@ def test_without_positions_no_call_has_a_name():
 
 
 def test_memory_of_calls_is_bounded(monkeypatch):
-    from actstore.base import called
+    from actstore.base import call_site
 
-    monkeypatch.setattr(called, "_MAX_CALLS", 3)
+    monkeypatch.setattr(call_site, "_MAX_CALLS", 3)
     x = torch.randn(4, requires_grad=True)
     for _ in range(2):
         assert names(lambda x: x.sin().abs().cos().exp().clamp(0), x) == "sin abs cos exp clamp"
-    assert len(called._known) <= 3
+    assert len(call_site._known) <= 3

@@ -20,7 +20,7 @@ from actstore.tiers import Slot
 from actstore.transfer import Berth, Readback, Readbacks
 
 
-class LatePayloads:
+class VariablePayloads:
     """Payloads of variable size on one compute device.
 
     A tensor is encoded into room for the longest payload, and its bytes move to room for just these: at once where the

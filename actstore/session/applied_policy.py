@@ -1,4 +1,4 @@
-"""A policy fitted to a model: the modules that it wraps, and the record of each module for reports."""
+"""A policy applied to a model: the modules that it wraps, and the record of each module for reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GROUPED_NBYTES = 2**20  # under `keep`, smaller tensors are accounted for in groups
 
 
-class Fitted:
+class AppliedPolicy:
     """A policy on a model.
 
     Attributes
