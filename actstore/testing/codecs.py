@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
 from functools import partial
 
@@ -16,10 +16,28 @@ from actstore.codecs.base import AtMost, Codec, Exact
 from actstore.errors import ActstoreError, PayloadError, SpecError
 from actstore.policy import Encode, parse_decision
 from actstore.policy.options import codec_text
-from actstore.testing.samples import DTYPES, samples
 
 GUARD_NBYTES = 64  # on either side of a buffer; encode must not change them
 KEYS = (0, 0x1234_5678_9ABC_DEF0, 2**63 - 1)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+SIZES = (0, 1, 15, 17, 127, 129, 1025)
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "permuted": lambda x: x.permute(3, 1, 0, 2),
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "later rows": lambda x: x[1:],
+    "an odd offset": lambda x: x.flatten()[3:],
+    "a scalar": lambda x: x[0, 0, 0, 0],
+}
 
 
 def check_codec(
@@ -168,3 +186,24 @@ def _blank(tensor: Tensor) -> Tensor:
     nbytes = (tensor.storage_offset() + tensor.numel()) * tensor.dtype.itemsize
     memory = torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def samples(dtype: torch.dtype, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a dtype, each with its description: values, sizes, orders of strides."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).mul_(3).to(dtype).to(device)
+
+    for size in SIZES:
+        yield "normal values", normal(size)
+    wide = torch.randn(1000, generator=generator) * 2.0 ** torch.randint(-20, 9, (1000,), generator=generator)
+    yield "values of many sizes", wide.to(dtype).to(device)
+    yield "zeros of both signs", torch.tensor([0.0, -0.0] * 100).to(dtype).to(device)
+    if dtype.is_floating_point or dtype.is_complex:
+        special = torch.randn(400, generator=generator)
+        special[::90], special[7], special[200] = float("nan"), float("inf"), -float("inf")
+        yield "values with NaN and Inf", special.to(dtype).to(device)
+    for name, order in ORDERS.items():
+        yield name, order(normal(2, 3, 5, 7))
+    yield "a matrix", normal(8, 64)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from time import monotonic
 
 from actstore.base import source
-from actstore.kernels.cuda import build
+from actstore.kernels.cuda import launch
 
 
 def names() -> list[str]:
@@ -26,7 +26,7 @@ def main(chosen: list[str]) -> int:
         return 0
     if chosen:
         for name in chosen:
-            build._module(name).compile()
+            launch._module(name).compile()
         return 0
     begin = monotonic()
     running = {name: subprocess.Popen([sys.executable, "-m", "benchmarks.gpu.compile", name]) for name in names()}

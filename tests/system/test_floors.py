@@ -57,7 +57,7 @@ def test_the_table_in_contributing_is_computed() -> None:
         ("tiers/host.py", "from .. import store", "upward"),
         ("tiers/host.py", "def f():\n    from actstore.autograd.hooks import Scope", "upward"),
         ("tiers/host.py", "if TYPE_CHECKING:\n    from actstore.session import ActivationStore", "upward"),
-        ("kernels/cuda/build.py", "from actstore.codecs.base import Codec", "upward"),
+        ("kernels/cuda/launch.py", "from actstore.codecs.base import Codec", "upward"),
         ("kernels/base.py", "from actstore.tiers import Tier", "upward"),
         ("codecs/base.py", "from actstore.policy import Keep", "upward"),
         ("base/ledger.py", "from actstore.trace.event import Event", "upward"),

@@ -23,7 +23,6 @@ from actstore.kernels.cpu.language import (
     f32,
     f32_magnitude,
     get,
-    in_units,
     inline,
     kernel,
     load,
@@ -35,8 +34,8 @@ from actstore.kernels.cpu.language import (
     u16_at,
     u32,
 )
-from actstore.kernels.cpu.philox import noise_stack, renew_noise
-from actstore.kernels.cpu.rows import place_of, with_rows
+from actstore.kernels.cpu.philox import noise_of, noise_stack
+from actstore.kernels.cpu.rows import clear, codes_stack, copy, copy_filled, elements_stack, in_rows, row_of
 
 FLUSH = u32(0x0E800000)  # 2^-98
 LEAST_NORMAL = u32(0x3C800000)  # 2^-6, the least normal e4m3
@@ -49,17 +48,13 @@ _u8, _i32 = np.uint8, np.int32
 def kernels(dtype: torch.dtype, device: torch.device, group: int, scale: str, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = group * dtype.itemsize
-    below = 0xFFFF if scale == "linear" else 0x7FFFFF
-    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], group), unit_nbytes)
-
-    def compiled_rows() -> tuple[Parallel, Parallel]:
-        return (
-            Parallel(_compile_encode_rows(KINDS[dtype], group, round != "nearest", keep), unit_nbytes),
-            Parallel(_compile_decode_rows(KINDS[dtype], group), unit_nbytes),
-        )
-
-    return with_rows(in_units(run_encode, run_decode, group, below), compiled_rows, group, group, below)
+    return in_rows(
+        Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes),
+        Parallel(_compile_decode(KINDS[dtype], group), unit_nbytes),
+        group,
+        group,
+        0xFFFF if scale == "linear" else 0x7FFFFF,
+    )
 
 
 @inline
@@ -93,10 +88,10 @@ def _code(
 
 
 @inline
-def _top(source: Any, start: Any, count: Any, below: Any, kind: Any) -> Any:
+def _top(source: Any, count: Any, below: Any, kind: Any) -> Any:
     """Find the largest magnitude less than `below`, as bits of its own width."""
     top: Any = u32(0) if kind == F32 else u16(0)
-    for i in range(start, start + count):
+    for i in range(count):
         magnitude = load_magnitude(source, i, kind)
         top = magnitude if top < magnitude < below else top
     return top
@@ -109,19 +104,20 @@ def _encode_group(
     scales: Any,
     noise: Any,
     below: Any,
-    top: Any,
     index: Any,
-    start: Any,
     count: Any,
     kind: Any,
     noisy: Any,
     keep: Any,
-    unsigned: Any,
 ) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
+    top = largest_of(source, count, kind, keep)
+    unsigned = keep and top < inf  # after ReLU
+    if keep and not unsigned:
+        top = largest_of(source, count, kind, False)
     finite = top < inf
     if not finite:
-        top = _top(source, start, count, inf, kind)
+        top = _top(source, count, inf, kind)
     bits = f32_magnitude(top, kind)
     scale, reciprocal = u32(0), f32(0)
     if bits >= FLUSH:
@@ -132,21 +128,21 @@ def _encode_group(
     put(u16_at(scales), index, u16(scale >> u32(16)))
 
     if keep and unsigned:
-        for i in range(start, start + count):
+        for i in range(count):
             put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep, True))
     elif finite:
-        for i in range(start, start + count):
+        for i in range(count):
             put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep))
     else:
-        for i in range(start, start + count):
+        for i in range(count):
             code = _code(source, i, reciprocal, noise, kind, noisy, keep)
             put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else _u8(0x7F))
 
 
 @inline
-def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, count: Any, kind: Any) -> None:
+def _decode_group(codes: Any, scales: Any, target: Any, index: Any, count: Any, kind: Any) -> None:
     scale = as_f32(u32(u32(get(u16_at(scales), index)) << u32(16)))
-    for i in range(start, start + count):
+    for i in range(count):
         code = u32(get(u8_at(codes), i))
         moved = u32(u32(code & u32(0x7F)) << u32(20))
         small = moved < u32(0x00800000)
@@ -158,89 +154,50 @@ def _decode_group(codes: Any, scales: Any, target: Any, index: Any, start: Any, 
 
 
 def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
-    itemsize, most = (4, u32(0xFFFFFFFF)) if kind == F32 else (2, u16(0xFFFF))
-    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
-
-    @kernel
-    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
-        scales = payload + ((numel + 15) & -16)
-        below = u32(extra)
-        noise = noise_stack() if noisy else 0
-        full = min(last, numel // group)
-        for index in range(first, full):  # a constant count gives loops without remainder
-            start = index * group
-            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            top = largest_of(source + start * itemsize, group, kind, keep)
-            unsigned = keep and top < inf  # behind ReLU
-            if keep and not unsigned:
-                top = largest_of(source + start * itemsize, group, kind, False)
-            _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy, keep, unsigned)
-        if last > full:
-            start = full * group
-            count = numel - start
-            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            top = _top(source, start, count, most, kind)
-            _encode_group(source, payload, scales, drawn, below, top, full, start, count, kind, noisy, keep, False)
-        if last * group >= numel:
-            for i in range(numel, scales - payload):
-                put(u8_at(payload), i, _u8(0))
-
-    return encode
-
-
-def _compile_decode(kind: int, group: int) -> Any:
-    @kernel
-    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
-        scales = payload + ((numel + 15) & -16)
-        full = min(last, numel // group)
-        for index in range(first, full):
-            _decode_group(payload, scales, target, index, index * group, group, kind)
-        if last > full:
-            _decode_group(payload, scales, target, full, full * group, numel - full * group, kind)
-
-    return decode
-
-
-def _compile_encode_rows(kind: int, group: int, noisy: bool, keep: bool) -> Any:
     itemsize = 4 if kind == F32 else 2
 
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
-        below = u32(extra & 0xFFFFFF)
         noise = noise_stack() if noisy else 0
+        filled, short = elements_stack(), codes_stack()
+        width, below = extra >> 24, u32(extra & 0xFFFFFF)
+        row, part = row_of(first, width, group)
         for index in range(first, last):
-            row, start, count = place_of(index, extra, group)
-            start += row * (extra >> 24)
-            filled = index * group  # its place where rows are filled up to whole groups
-            drawn = renew_noise(noise, filled, first * group, key) + filled - start if noisy else 0
-            if count == group:
-                top = largest_of(source + start * itemsize, group, kind, False)
-                _encode_group(source, payload, scales, drawn, below, top, index, start, group, kind, noisy, keep, False)
-            else:
-                last_top: Any = u32(0) if kind == F32 else u16(0)
-                for i in range(start, start + count):
-                    last_top = max(last_top, load_magnitude(source, i, kind))
-                _encode_group(
-                    source, payload, scales, drawn, below, last_top, index, start, count, kind, noisy, keep, False
-                )
-            if start + count == numel:
-                for i in range(numel, scales - payload):
-                    put(u8_at(payload), i, _u8(0))
+            start, count = row * width + part, min(group, width - part)
+            drawn = noise_of(noise, index, first, group, key) if noisy else 0
+            elements, codes = source + start * itemsize, payload + start
+            if count < group:
+                copy_filled(elements, filled, count, group, kind)
+                elements, codes = filled, short
+            _encode_group(elements, codes, scales, drawn, below, index, group, kind, noisy, keep)
+            if count < group:
+                copy(short, payload + start, count)
+            row, part = (row, part + group) if part + group < width else (row + 1, 0)
+        if row * width == numel:
+            clear(payload + numel, scales - payload - numel)
 
     return encode
 
 
-def _compile_decode_rows(kind: int, group: int) -> Any:
+def _compile_decode(kind: int, group: int) -> Any:
+    itemsize = 4 if kind == F32 else 2
+
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
+        filled, short = elements_stack(), codes_stack()
+        width = extra >> 24
+        row, part = row_of(first, width, group)
         for index in range(first, last):
-            row, start, count = place_of(index, extra, group)
-            start += row * (extra >> 24)
-            if count == group:
-                _decode_group(payload, scales, target, index, start, group, kind)
-            else:
-                _decode_group(payload, scales, target, index, start, count, kind)
+            start, count = row * width + part, min(group, width - part)
+            elements, codes = target + start * itemsize, payload + start
+            if count < group:
+                copy(codes, short, count)
+                elements, codes = filled, short
+            _decode_group(codes, scales, elements, index, group, kind)
+            if count < group:
+                copy(filled, target + start * itemsize, count * itemsize)
+            row, part = (row, part + group) if part + group < width else (row + 1, 0)
 
     return decode

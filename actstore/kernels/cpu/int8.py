@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from actstore.kernels.base import Kernels
+from actstore.kernels.cpu.groups import largest_of
 from actstore.kernels.cpu.language import (
     BF16,
     F32,
@@ -23,11 +24,9 @@ from actstore.kernels.cpu.language import (
     f32_magnitude,
     get,
     i8_at,
-    in_units,
     inline,
     kernel,
     load,
-    load_bits,
     load_magnitude,
     put,
     store,
@@ -36,8 +35,8 @@ from actstore.kernels.cpu.language import (
     u16_at,
     u32,
 )
-from actstore.kernels.cpu.philox import noise_stack, offset, renew_noise
-from actstore.kernels.cpu.rows import place_of, with_rows
+from actstore.kernels.cpu.philox import noise_of, noise_stack, offset
+from actstore.kernels.cpu.rows import clear, codes_stack, copy, copy_filled, elements_stack, in_rows, row_of
 from actstore.kernels.cpu.unsigned import LANES, put_codes
 
 FLUSH = u32(0x08800000)  # 2^-110
@@ -51,20 +50,13 @@ _u8, _i32 = np.uint8, np.int32
 @cache
 def kernels(dtype: torch.dtype, device: torch.device, group: int, round: str, keep: bool) -> Kernels:  # noqa: A002
     """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
-    unit_nbytes = group * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype], group, round != "nearest", keep), unit_nbytes)
-    run_decode = Parallel(
-        _compile_decode(KINDS[dtype], group, round == "dither", keep and round == "dither"), unit_nbytes
+    noisy, dither, unit_nbytes = round != "nearest", round == "dither", group * dtype.itemsize
+    return in_rows(
+        Parallel(_compile_encode(KINDS[dtype], group, noisy, keep), unit_nbytes),
+        Parallel(_compile_decode(KINDS[dtype], group, dither, keep and dither), unit_nbytes),
+        group,
+        group,
     )
-
-    def compiled_rows() -> tuple[Parallel, Parallel]:
-        noisy, dither = round != "nearest", round == "dither"
-        return (
-            Parallel(_compile_encode_rows(KINDS[dtype], group, noisy, keep), unit_nbytes),
-            Parallel(_compile_decode_rows(KINDS[dtype], group, dither, keep and dither), unit_nbytes),
-        )
-
-    return with_rows(in_units(run_encode, run_decode, group), compiled_rows, group, group)
 
 
 @inline
@@ -86,32 +78,12 @@ def code_of(value: Any, steps: Any, keep: Any, unsigned: Any) -> Any:
 
 
 @inline
-def _code(
-    source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any, unsigned: Any = False
-) -> Any:
+def _code(source: Any, i: Any, reciprocal: Any, noise: Any, kind: Any, noisy: Any, keep: Any) -> Any:
     value = load(source, i, kind)
     steps = value * reciprocal
     if noisy:
         steps = steps + offset(noise, i)
-    return code_of(value, steps, keep, unsigned)
-
-
-@inline
-def _top(source: Any, start: Any, count: Any, kind: Any, keep: Any) -> Any:
-    """Find the largest magnitude, NaN and Inf included, and whether no sign bit is set (False unless `keep`)."""
-    inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
-    top: Any = u32(0) if kind == F32 else u16(0)
-    if keep:  # behind ReLU, half the work
-        for i in range(start, start + count):
-            bits = load_bits(source, i, kind)
-            top = max(top, bits)
-        if top < inf:
-            return top, True
-        top = u32(0) if kind == F32 else u16(0)
-    for i in range(start, start + count):
-        magnitude = load_magnitude(source, i, kind)
-        top = max(top, magnitude)
-    return top, False
+    return code_of(value, steps, keep, False)
 
 
 @inline
@@ -121,18 +93,21 @@ def _encode_group(
     scales: Any,
     noise: Any,
     index: Any,
-    start: Any,
+    group: Any,
     count: Any,
     kind: Any,
     noisy: Any,
     keep: Any,
 ) -> None:
     inf: Any = INF_F32 if kind == F32 else INF_BF16 if kind == BF16 else INF_F16
-    top, unsigned = _top(source, start, count, kind, keep)
+    top = largest_of(source, group, kind, keep)
+    unsigned = keep and top < inf  # after ReLU
+    if keep and not unsigned:
+        top = largest_of(source, group, kind, False)
     finite = top < inf
     if not finite:
         top = u32(0) if kind == F32 else u16(0)
-        for i in range(start, start + count):
+        for i in range(count):
             magnitude = load_magnitude(source, i, kind)
             top = magnitude if top < magnitude < inf else top
 
@@ -147,16 +122,13 @@ def _encode_group(
 
     if keep and unsigned:
         itemsize = 4 if kind == F32 else 2
-        whole = start + (count & -LANES)
-        for i in range(start, whole, LANES):
+        for i in range(0, count, LANES):
             put_codes(source + i * itemsize, codes + i, reciprocal, noise + i, kind, noisy)
-        for i in range(whole, start + count):
-            put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep, True))
     elif finite:
-        for i in range(start, start + count):
+        for i in range(count):
             put(u8_at(codes), i, _code(source, i, reciprocal, noise, kind, noisy, keep))
     else:
-        for i in range(start, start + count):
+        for i in range(count):
             code = _code(source, i, reciprocal, noise, kind, noisy, keep)
             put(u8_at(codes), i, code if load_magnitude(source, i, kind) < inf else _u8(128))
 
@@ -168,14 +140,13 @@ def _decode_group(
     target: Any,
     noise: Any,
     index: Any,
-    start: Any,
     count: Any,
     kind: Any,
     dither: Any,
     keep: Any,
 ) -> None:
     scale = as_f32(u32(u32(get(u16_at(scales), index)) << u32(16)))
-    for i in range(start, start + count):
+    for i in range(count):
         code = get(i8_at(codes), i)
         steps = f32(code)
         if dither:
@@ -184,78 +155,53 @@ def _decode_group(
 
 
 def _compile_encode(kind: int, group: int, noisy: bool, keep: bool) -> Any:
+    itemsize = 4 if kind == F32 else 2
+
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
         noise = noise_stack() if noisy else 0
-        full = min(last, numel // group)
-        for index in range(first, full):  # a constant count gives loops without remainder
-            start = index * group
-            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            _encode_group(source, payload, scales, drawn, index, start, group, kind, noisy, keep)
-        if last > full:
-            start = full * group
-            drawn = renew_noise(noise, start, first * group, key) if noisy else 0
-            _encode_group(source, payload, scales, drawn, full, start, numel - start, kind, noisy, keep)
-        if last * group >= numel:
-            for i in range(numel, scales - payload):
-                put(u8_at(payload), i, _u8(0))
+        filled, short = elements_stack(), codes_stack()
+        width = extra >> 24
+        row, part = row_of(first, width, group)
+        whole = group if group > LANES else group + (numel >> 62)  # LLVM would unroll 32 steps to scalar instructions
+        for index in range(first, last):
+            start, count = row * width + part, min(group, width - part)
+            drawn = noise_of(noise, index, first, group, key) if noisy else 0
+            elements, codes = source + start * itemsize, payload + start
+            if count < group:
+                copy_filled(elements, filled, count, group, kind)
+                elements, codes = filled, short
+            _encode_group(elements, codes, scales, drawn, index, group, whole, kind, noisy, keep)
+            if count < group:
+                copy(short, payload + start, count)
+            row, part = (row, part + group) if part + group < width else (row + 1, 0)
+        if row * width == numel:
+            clear(payload + numel, scales - payload - numel)
 
     return encode
 
 
 def _compile_decode(kind: int, group: int, dither: bool, keep: bool) -> Any:
+    itemsize = 4 if kind == F32 else 2
+
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         scales = payload + ((numel + 15) & -16)
         noise = noise_stack() if dither else 0
-        full = min(last, numel // group)
-        for index in range(first, full):
-            start = index * group
-            drawn = renew_noise(noise, start, first * group, key) if dither else 0
-            _decode_group(payload, scales, target, drawn, index, start, group, kind, dither, keep)
-        if last > full:
-            start = full * group
-            drawn = renew_noise(noise, start, first * group, key) if dither else 0
-            _decode_group(payload, scales, target, drawn, full, start, numel - start, kind, dither, keep)
-
-    return decode
-
-
-def _compile_encode_rows(kind: int, group: int, noisy: bool, keep: bool) -> Any:
-    @kernel
-    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
-        scales = payload + ((numel + 15) & -16)
-        noise = noise_stack() if noisy else 0
+        filled, short = elements_stack(), codes_stack()
+        width = extra >> 24
+        row, part = row_of(first, width, group)
         for index in range(first, last):
-            row, start, count = place_of(index, extra, group)
-            start += row * (extra >> 24)
-            filled = index * group  # its place where rows are filled up to whole groups
-            drawn = renew_noise(noise, filled, first * group, key) + filled - start if noisy else 0
-            if count == group:
-                _encode_group(source, payload, scales, drawn, index, start, group, kind, noisy, keep)
-            else:
-                _encode_group(source, payload, scales, drawn, index, start, count, kind, noisy, keep)
-            if start + count == numel:
-                for i in range(numel, scales - payload):
-                    put(u8_at(payload), i, _u8(0))
-
-    return encode
-
-
-def _compile_decode_rows(kind: int, group: int, dither: bool, keep: bool) -> Any:
-    @kernel
-    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
-        scales = payload + ((numel + 15) & -16)
-        noise = noise_stack() if dither else 0
-        for index in range(first, last):
-            row, start, count = place_of(index, extra, group)
-            start += row * (extra >> 24)
-            filled = index * group
-            drawn = renew_noise(noise, filled, first * group, key) + filled - start if dither else 0
-            if count == group:
-                _decode_group(payload, scales, target, drawn, index, start, group, kind, dither, keep)
-            else:
-                _decode_group(payload, scales, target, drawn, index, start, count, kind, dither, keep)
+            start, count = row * width + part, min(group, width - part)
+            drawn = noise_of(noise, index, first, group, key) if dither else 0
+            elements, codes = target + start * itemsize, payload + start
+            if count < group:
+                copy(codes, short, count)
+                elements, codes = filled, short
+            _decode_group(codes, scales, elements, drawn, index, group, kind, dither, keep)
+            if count < group:
+                copy(filled, target + start * itemsize, count * itemsize)
+            row, part = (row, part + group) if part + group < width else (row + 1, 0)
 
     return decode

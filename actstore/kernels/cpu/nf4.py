@@ -24,7 +24,6 @@ from actstore.kernels.cpu.language import (
     f32,
     f32_magnitude,
     get,
-    in_units,
     inline,
     kernel,
     load,
@@ -37,18 +36,15 @@ from actstore.kernels.cpu.language import (
     u32,
     u32_at,
 )
-from actstore.kernels.cpu.rows import clear, gather, run_of, scatter, with_rows
+from actstore.kernels.cpu.rows import TILE, clear, codes_stack, copy, elements_stack, in_rows, run_of, scatter
 from actstore.kernels.nf4 import BNB_LEAST, BOUNDS, FLUSH, LARGEST, NAN, VALUES, ZERO
 
-TILE = 1024  # elements in a unit of work, a multiple of every group
 ZEROS = np.uint8(ZERO << 4 | ZERO)
 
 _B1 = tuple(f32(bound) for bound in BOUNDS)
 _B4 = tuple(f32(4 * bound) for bound in BOUNDS)
 _V = tuple(f32(value) for value in VALUES)
 
-_elements_stack: Any = stack_of(4 * TILE)
-_codes_stack: Any = stack_of(TILE)
 _packed_stack: Any = stack_of(TILE // 2)
 _groups_stack: Any = stack_of(4 * TILE // 32)
 
@@ -57,19 +53,13 @@ _groups_stack: Any = stack_of(4 * TILE // 32)
 def kernels(dtype: torch.dtype, device: torch.device, group: int, layout: str, keep: bool) -> Kernels:
     """Return the kernels for one dtype and set of options; compiled at first use, then read from numba's disk cache."""
     unit_nbytes = TILE * dtype.itemsize
-    run_encode = Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb", keep), unit_nbytes)
-    run_decode = Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes)
-    kernels = in_units(run_encode, run_decode, TILE)
-    if layout == "bnb":
-        return kernels
-
-    def compiled_rows() -> tuple[Parallel, Parallel]:
-        return (
-            Parallel(_compile_encode_rows(KINDS[dtype], group, keep), unit_nbytes),
-            Parallel(_compile_decode_rows(KINDS[dtype], group), unit_nbytes),
-        )
-
-    return with_rows(kernels, compiled_rows, group, TILE)
+    kernels = in_rows(
+        Parallel(_compile_encode(KINDS[dtype], group, layout == "bnb", keep), unit_nbytes),
+        Parallel(_compile_decode(KINDS[dtype], group, layout == "bnb"), unit_nbytes),
+        group,
+        TILE,
+    )
+    return kernels._replace(rows=None) if layout == "bnb" else kernels
 
 
 @inline
@@ -171,7 +161,7 @@ def _find_tops(source: Any, tops: Any, group: Any, kind: Any, keep: Any) -> Any:
 def _encode_tile(
     source: Any, packed: Any, absmaxes: Any, tops: Any, group: Any, kind: Any, bnb: Any, keep: Any, unsigned: Any
 ) -> None:
-    factors, codes = _groups_stack(), _codes_stack()
+    factors, codes = _groups_stack(), codes_stack()
     largest = u32(0)
     for index in range(TILE // group):
         top = _as_f32_bits(u32(get(u32_at(tops), index)), kind)
@@ -222,7 +212,7 @@ def _encode_short_bnb(source: Any, packed: Any, absmaxes: Any, start: Any, group
 
 @inline
 def _decode_tile(packed: Any, absmaxes: Any, target: Any, group: Any, kind: Any, bnb: Any) -> None:
-    codes = _codes_stack()
+    codes = codes_stack()
     for i in range(TILE // 2):
         pair = u16(get(u8_at(packed), i))
         first, second = (
@@ -237,118 +227,83 @@ def _decode_tile(packed: Any, absmaxes: Any, target: Any, group: Any, kind: Any,
             store(target, i, _value(u32(get(u8_at(codes), i))) * absmax, missing, kind)
 
 
-@inline
-def _copy(source: Any, target: Any, nbytes: Any) -> None:
-    for i in range(nbytes):
-        put(u8_at(target), i, get(u8_at(source), i))
-
-
 def _compile_encode(kind: int, group: int, bnb: bool, keep: bool) -> Any:
-    itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
+    itemsize, each = 4 if kind == F32 else 2, 4 if bnb else 2
 
-    @kernel
-    def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
-        packed_nbytes = (numel + 1) // 2
-        absmaxes = payload + ((packed_nbytes + 15) & -16)
-        tops = _groups_stack()
-        full = min(last, numel // TILE)
-        for tile in range(first, full):
-            start = tile * TILE
-            scales, elements = absmaxes + start // group * width, source + start * itemsize
-            unsigned = _find_tops(elements, tops, group, kind, keep)
-            _encode_tile(elements, payload + start // 2, scales, tops, group, kind, bnb, keep, unsigned)
-        if last > full:  # the last tile, padded with zeros
-            start = full * TILE
-            count = numel - start
-            elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
-            clear(elements, itemsize * TILE)
-            _copy(source + start * itemsize, elements, count * itemsize)
-            unsigned = _find_tops(elements, tops, group, kind, keep)
-            _encode_tile(elements, packed, scales, tops, group, kind, bnb, keep, unsigned)
-            if bnb and count % group:
-                _encode_short_bnb(elements, packed, scales, count // group * group, group, kind, keep)
-            _copy(packed, payload + start // 2, packed_nbytes - start // 2)
-            _copy(scales, absmaxes + start // group * width, -(-count // group) * width)
-            clear(payload + packed_nbytes, absmaxes - payload - packed_nbytes)
-
-    return encode
-
-
-def _compile_decode(kind: int, group: int, bnb: bool) -> Any:
-    itemsize, width = 4 if kind == F32 else 2, 4 if bnb else 2
-
-    @kernel
-    def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
-        packed_nbytes = (numel + 1) // 2
-        absmaxes = payload + ((packed_nbytes + 15) & -16)
-        full = min(last, numel // TILE)
-        for tile in range(first, full):
-            start = tile * TILE
-            scales = absmaxes + start // group * width
-            _decode_tile(payload + start // 2, scales, target + start * itemsize, group, kind, bnb)
-        if last > full:
-            start = full * TILE
-            count = numel - start
-            elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
-            clear(packed, TILE // 2)
-            clear(scales, 4 * TILE // 32)
-            _copy(payload + start // 2, packed, packed_nbytes - start // 2)
-            _copy(absmaxes + start // group * width, scales, -(-count // group) * width)
-            _decode_tile(packed, scales, elements, group, kind, bnb)
-            _copy(elements, target + start * itemsize, count * itemsize)
-
-    return decode
-
-
-def _compile_encode_rows(kind: int, group: int, keep: bool) -> Any:
     @kernel
     def encode(source: int, payload: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         width = extra >> 24
         rows, row_nbytes = numel // width, (width + 1) // 2
         total = rows * ((width + group - 1) // group)
         absmaxes = payload + ((rows * row_nbytes + 15) & -16)
-        tops, elements, packed, scales = _groups_stack(), _elements_stack(), _packed_stack(), _groups_stack()
+        tops, filled, apart, few = _groups_stack(), elements_stack(), _packed_stack(), _groups_stack()
         for tile in range(first, last):
             start = tile * (TILE // group)
-            groups = min(TILE // group, total - start)
-            if groups < TILE // group:
-                clear(elements, TILE * (4 if kind == F32 else 2))
-            gather(source, elements, start, start + groups, extra, group, kind)
+            end = min(start + TILE // group, total)
+            row, at, whole, _ = run_of(start, end, width, group)
+            elements, packed, scales = source + (row * width + at) * itemsize, apart, few
+            if whole == TILE:
+                packed, scales = payload + row * row_nbytes + at // 2, absmaxes + start * each
+            else:
+                elements = filled
+                clear(filled, itemsize * TILE)
+                index = start
+                while index < end:
+                    row, at, count, passed = run_of(index, end, width, group)
+                    copy(
+                        source + (row * width + at) * itemsize,
+                        filled + (index - start) * group * itemsize,
+                        count * itemsize,
+                    )
+                    index += passed
             unsigned = _find_tops(elements, tops, group, kind, keep)
-            _encode_tile(elements, packed, scales, tops, group, kind, False, keep, unsigned)
-            _copy(scales, absmaxes + 2 * start, 2 * groups)
-            index = start
-            while index < start + groups:
-                row, at, count, passed = run_of(index, start + groups, extra, group)
-                codes = payload + row * row_nbytes + at // 2
-                _copy(packed + (index - start) * group // 2, codes, (count + 1) // 2)
-                if count % 2:
-                    put(u8_at(codes), count // 2, np.uint8(get(u8_at(codes), count // 2) & np.uint8(15)))
-                index += passed
-            if start + groups == total:
+            _encode_tile(elements, packed, scales, tops, group, kind, bnb, keep, unsigned)
+            if whole < TILE:
+                if bnb and whole % group:
+                    _encode_short_bnb(elements, packed, scales, whole // group * group, group, kind, keep)
+                copy(scales, absmaxes + start * each, (end - start) * each)
+                index = start
+                while index < end:
+                    row, at, count, passed = run_of(index, end, width, group)
+                    codes = payload + row * row_nbytes + at // 2
+                    copy(packed + (index - start) * group // 2, codes, (count + 1) // 2)
+                    if count % 2 and rows > 1:
+                        put(u8_at(codes), count // 2, np.uint8(get(u8_at(codes), count // 2) & np.uint8(15)))
+                    index += passed
+            if end == total:
                 clear(payload + rows * row_nbytes, absmaxes - payload - rows * row_nbytes)
 
     return encode
 
 
-def _compile_decode_rows(kind: int, group: int) -> Any:
+def _compile_decode(kind: int, group: int, bnb: bool) -> Any:
+    itemsize, each = 4 if kind == F32 else 2, 4 if bnb else 2
+
     @kernel
     def decode(payload: int, target: int, numel: int, key: int, extra: int, first: int, last: int) -> None:
         width = extra >> 24
         rows, row_nbytes = numel // width, (width + 1) // 2
         total = rows * ((width + group - 1) // group)
         absmaxes = payload + ((rows * row_nbytes + 15) & -16)
-        elements, packed, scales = _elements_stack(), _packed_stack(), _groups_stack()
+        filled, apart, few = elements_stack(), _packed_stack(), _groups_stack()
         for tile in range(first, last):
             start = tile * (TILE // group)
-            groups = min(TILE // group, total - start)
-            index = start
-            while index < start + groups:
-                row, at, count, passed = run_of(index, start + groups, extra, group)
-                _copy(payload + row * row_nbytes + at // 2, packed + (index - start) * group // 2, (count + 1) // 2)
-                index += passed
-            _copy(absmaxes + 2 * start, scales, 2 * groups)
-            _decode_tile(packed, scales, elements, group, kind, False)
-            scatter(elements, target, start, start + groups, extra, group, kind)
+            end = min(start + TILE // group, total)
+            row, at, whole, _ = run_of(start, end, width, group)
+            elements, packed, scales = filled, apart, few
+            if whole == TILE:
+                elements, packed = target + (row * width + at) * itemsize, payload + row * row_nbytes + at // 2
+                scales = absmaxes + start * each
+            else:
+                index = start
+                while index < end:
+                    row, at, count, passed = run_of(index, end, width, group)
+                    codes = payload + row * row_nbytes + at // 2
+                    copy(codes, packed + (index - start) * group // 2, (count + 1) // 2)
+                    index += passed
+                copy(absmaxes + start * each, scales, (end - start) * each)
+            _decode_tile(packed, scales, elements, group, kind, bnb)
+            if whole < TILE:
+                scatter(filled, target, start, end, width, group, kind)
 
     return decode

@@ -49,14 +49,15 @@ def draw_noise(noise: Any, start: Any, key: Any) -> None:
 
 
 @inline
-def renew_noise(noise: Any, start: Any, first: Any, key: Any) -> Any:
-    """Draw noise where a loop over groups from element `first` on needs it. Return the address for `offset`.
+def noise_of(noise: Any, index: Any, first: Any, group: Any, key: Any) -> Any:
+    """Return the address of the noise of group `index`, drawn where a loop over groups from `first` on needs it.
 
-    `start` is the first element of the present group.
+    A short group has the noise of a whole one.
     """
-    if start == first or start % NOISE_NUMEL == 0:
+    start = index * group
+    if index == first or start % NOISE_NUMEL == 0:
         draw_noise(noise, start - start % NOISE_NUMEL, key)
-    return noise + start % NOISE_NUMEL - start
+    return noise + start % NOISE_NUMEL
 
 
 @inline

@@ -1,17 +1,58 @@
-"""Launches of compiled kernels on torch's current stream."""
+"""Compilation of CUDA sources with NVRTC, through CuPy, once per source and device, and launches on torch's stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
-from actstore.kernels.cuda import build
+from actstore.base import source
+from actstore.errors import KernelBuildError, KernelUnavailable
 
 THREADS = 256  # per block
 
 Launch = Callable[..., None]
+
+
+@cache
+def compiled(name: str, kernel: str, device: int) -> Any:
+    """Compile the kernel `kernel` of ``csrc/<name>.cu`` for a CUDA device, and return it as a `cupy.cuda.Function`.
+
+    Raises
+    ------
+    KernelUnavailable : CuPy is not installed
+    KernelBuildError : the compiler failed; `log` holds its output
+    """
+    cupy = _cupy()
+    with torch.cuda.device(device):
+        try:
+            return _module(name).get_function(kernel).kernel
+        except cupy.cuda.compiler.CompileException as error:
+            raise KernelBuildError(
+                f"csrc/{name}.cu did not compile on device {device} ({torch.cuda.get_device_name(device)}). "
+                f"Report this log:\n{error}",
+                log=str(error),
+                device=device,
+            ) from error
+
+
+@cache
+def _module(name: str) -> Any:
+    text, digest = source.read(f"{name}.cu")
+    return _cupy().RawModule(code=text, options=("-std=c++17", f"-DACTSTORE_SOURCE=0x{digest[:8]}"), backend="nvrtc")
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        major = (torch.version.cuda or "13").partition(".")[0]
+        raise KernelUnavailable(
+            f"CuPy is not installed. Run pip install 'actstore[cuda{major}]'.", package=f"cupy-cuda{major}x"
+        ) from error
+    return cupy
 
 
 class _Stream(NamedTuple):
@@ -28,10 +69,10 @@ def launcher(name: str, kernel: str, device: torch.device) -> Launch:
 
     Raises
     ------
-    KernelUnavailable, KernelBuildError : see `build.function`
+    KernelUnavailable, KernelBuildError : see `compiled`
     """
     index = device.index
-    function = build.function(name, kernel, index)
+    function = compiled(name, kernel, index)
     block = (THREADS,)
 
     def launch(blocks: int, *args: torch.Tensor | int | None) -> None:
