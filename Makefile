@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.hpp csrc/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-slow test-ranks test-ops test-models test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
+.PHONY: help venv bench bench-all bench-codecs test test-more test-slow test-ranks test-ops test-models test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,8 +35,12 @@ bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Ten
 
 # Worker processes share the cores: threads that wait for work sleep, and do not spin. Each begins with its own part of the
 # folders, so that few kernels are compiled twice.
-test: $(STAMP)  ## run the tests
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+test: $(STAMP)  ## run the tests, some cases of each: at most eight minutes on two cores
+	$(PYTEST) $(ARGS)
+
+test-more: $(STAMP)  ## run the cases that `make test` leaves out
+	$(PYTEST) -m "more and not slow" $(ARGS)
 
 test-slow: $(STAMP)  ## run the tests that take minutes: all of PyTorch's operators, compiled models, every dtype of every codec
 	$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)

@@ -1,5 +1,7 @@
 """Settings of every test: hypothesis repeats the same examples, tests for a GPU are skipped where there is none.
 
+`make test` runs some cases of each test function, `make test-more` the others: `tests/system/durations.py`.
+
 Warnings are errors, save those that a folder of `EXPECTED_WARNINGS` causes on purpose.
 
 With ACTSTORE_TEST_GC=1 in the environment the collector runs at every chance (`make test-debug`). The device that
@@ -15,6 +17,10 @@ import pytest
 import torch
 from hypothesis import settings
 from torch._C._autograd import _pop_saved_tensors_default_hooks, _top_saved_tensors_default_hooks
+
+from tests.system import durations
+
+RECORDED = durations.read()
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("deterministic")
@@ -34,8 +40,12 @@ def pytest_configure() -> None:
         torch.set_default_device(device)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    more = durations.left_to_more([item.nodeid for item in items if not item.get_closest_marker("slow")], RECORDED)
     for item in items:
+        if item.nodeid in more:
+            item.add_marker("more")
         for folder, expected in EXPECTED_WARNINGS.items():
             if folder in item.path.parents:
                 item.add_marker(pytest.mark.filterwarnings(expected))
