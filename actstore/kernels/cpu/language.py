@@ -5,6 +5,7 @@ Kernels cast `np.uint32` results back after each operation: numba widens them to
 
 from __future__ import annotations
 
+from functools import cache as once
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,7 @@ llvm: Any = ir  # for intrinsics in other modules
 # without the wrappers for callers in Python and C, which take a quarter of the time to compile: kernels alone call it
 inline: Any = numba.njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _compiled: Any = numba.njit(
-    "void(int64,int64,int64,int64,int64,int64,int64)",
-    nogil=True,
-    cache=True,
-    boundscheck=False,
-    error_model="numpy",
-    no_cfunc_wrapper=True,
+    "void(int64,int64,int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
 )
 
 
@@ -133,20 +129,36 @@ def _fetch_add(_typing: Any, _address: Any, _value: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-def team(run: Any) -> Any:
-    """Compile a C function for the threads of a team: each runs ranges of `threads.Ranges` until all are done."""
+@intrinsic
+def _call(_typing: Any, _kernel: Any, _job: Any, _first: Any, _last: Any) -> Any:
+    """Call the kernel at an address with the five arguments of a job, for units `first` to `last`."""
 
-    @numba.cfunc("void(int64)", error_model="numpy")
-    def work(job: int) -> None:
-        units, step = _i64(job + 48), _i64(job + 56)
-        while True:
-            first = _fetch_add(job, step)
-            if first >= units:
-                return
-            last = min(first + step, units)
-            run(_i64(job + 8), _i64(job + 16), _i64(job + 24), _i64(job + 32), _i64(job + 40), first, last)
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        called, job, first, last = args
+        five = (builder.inttoptr(builder.add(job, word(8 * n)), word.as_pointer()) for n in range(1, 6))
+        run = builder.inttoptr(called, ir.FunctionType(ir.VoidType(), [word] * 7).as_pointer())
+        builder.call(run, [*map(builder.load, five), first, last])
+        return context.get_dummy_value()
 
-    return work
+    return types.none(types.int64, types.int64, types.int64, types.int64), generate
+
+
+def _run_ranges(job: int) -> None:
+    """Run ranges of `threads.Ranges` until all are done, on one thread of a team."""
+    units, step, called = _i64(job + 48), _i64(job + 56), _i64(job + 64)
+    while True:
+        first = _fetch_add(job, step)
+        if first >= units:
+            return
+        _call(called, job, first, min(first + step, units))
+
+
+@once
+def _team() -> int:
+    """Compile the C function for the threads of a team, of all kernels, or read it from the cache; its address."""
+    compiled: Any = numba.cfunc("void(int64)", error_model="numpy", cache=True)(_run_ranges)
+    return int(compiled.address)
 
 
 class Parallel:
@@ -161,9 +173,9 @@ class Parallel:
     def __init__(self, run: Any, unit_nbytes: int) -> None:
         self._few, self._many = TEAM_NBYTES // unit_nbytes, SPLIT_NBYTES // unit_nbytes
         self._run = run
-        self._team: Any = None  # compiled at first use
-        (compiled,) = run.overloads.values()
-        self._compiled = compiled.entry_point  # the only signature: numba's look-up would cost a quarter more
+        self._address: int | None = None  # of the kernel as a C function
+        (self._only,) = run.overloads.values()
+        self._compiled = self._only.entry_point  # the only signature: numba's look-up would cost a quarter more
 
     def __call__(self, source: int, target: int, numel: int, key: int, extra: int, units: int) -> None:
         """Run ``kernel(source, target, numel, key, extra, first, last)`` for ranges that cover ``range(units)``."""
@@ -171,9 +183,9 @@ class Parallel:
             self._compiled(source, target, numel, key, extra, 0, units)
             return
         args = (source, target, numel, key, extra)
-        if self._team is None:
-            self._team = team(self._run)
-        if split_in_team(self._team.address, args, units):
+        if self._address is None:
+            self._address = self._only.library.get_pointer_to_function(self._only.fndesc.llvm_cfunc_wrapper_name)
+        if split_in_team(_team(), self._address, args, units):
             return
         if units < self._many:
             self._run(*args, 0, units)

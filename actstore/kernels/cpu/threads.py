@@ -53,23 +53,24 @@ def split(run: Callable[..., object], args: tuple[int, ...], units: int) -> None
         job.result()
 
 
-Ranges = ctypes.c_int64 * 8  # the next unit, five arguments, the number of units, units in a range
+Ranges = ctypes.c_int64 * 9  # the next unit, five arguments, the number of units, units in a range, the kernel
 
 
-def split_in_team(work: int, args: tuple[int, int, int, int, int], units: int) -> bool:
+def split_in_team(work: int, kernel: int, args: tuple[int, int, int, int, int], units: int) -> bool:
     """Run ranges of ``range(units)`` on the OpenMP threads that torch uses; return False without such threads.
 
     They are awake right after an operator of torch, and a thread of our own would have to share their cores.
 
     Parameters
     ----------
-    work : address of a C function ``void(Ranges *)``, which takes ranges until all are taken (`language.team`)
+    work : address of a C function ``void(Ranges *)``, which takes ranges until all are taken
+    kernel : address of the kernel as a C function
     """
     threads = cpu_threads.number()
     if _parallel is None or threads == 1:
         return False
     step = -(-units // (4 * threads))  # short ranges: a thread that comes late does less
-    _parallel(work, Ranges(0, *args, units, step), threads, 0)
+    _parallel(work, Ranges(0, *args, units, step, kernel), threads, 0)
     return True
 
 
