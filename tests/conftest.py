@@ -42,7 +42,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    more = durations.left_to_more([item.nodeid for item in items if not item.get_closest_marker("slow")], RECORDED)
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    promises = [item.nodeid for item in quick if item.get_closest_marker("promise")]
+    more = durations.left_to_more([item.nodeid for item in quick], RECORDED, promises)
     for item in items:
         if item.nodeid in more:
             item.add_marker("more")

@@ -176,6 +176,7 @@ def test_options_that_do_nothing_are_refused() -> None:
         workloads.check(workloads.sized("mine:trains", dtype="bfloat16"))
 
 
+@pytest.mark.promise
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A user's step by its name alone; a mistake in it is one line and exit code 2."""
     pytest.importorskip("typer")

@@ -28,6 +28,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> int:
     return int(exit_.value.code or 0)
 
 
+@pytest.mark.promise
 def test_trains_shows_and_writes(tmp_path: Path) -> None:
     files = {ending: tmp_path / f"out.{ending}" for ending in ("json", "png")}
     flags = ["--rows", "raw @ disk; mine", "--policy", "mine=recompute(int8)", "--disk-path", str(tmp_path)]

@@ -40,6 +40,47 @@ def test_each_kernel_of_a_factory_has_an_index_of_its_own(tmp_path):
         assert len(list(tmp_path.rglob("*.nbi"))) == 3
 
 
+AT_ONCE = """
+    import sys
+    from actstore.kernels.cpu.language import get, kernel, put, u8_at
+
+    def factory(step):
+        @kernel
+        def run(source, target, numel, key, extra, first, last):
+            for i in range(first, last):
+                put(u8_at(target), i, get(u8_at(source), i) + step)
+
+        return run
+
+    factory(1)  # opens the cache
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(sum(factory(2).stats.cache_misses.values()))
+"""
+
+
+def test_processes_that_need_a_kernel_at_once_compile_it_once(tmp_path):
+    (tmp_path / "main.py").write_text(textwrap.dedent(AT_ONCE))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "main.py"],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert sorted(process.communicate()[0] for process in both) == ["0\n", "1\n"]
+
+
 EVERYTHING = """
     import sys
     import torch

@@ -74,6 +74,7 @@ def first_code(text: str) -> str:
     return re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
 
 
+@pytest.mark.promise
 def test_the_first_lines_of_readme_run_and_print_the_report(bare, metadata):
     script = bare.folder / "newcomer.py"
     script.write_text(MODEL + first_code(metadata.get_payload()) + PLANNED)

@@ -31,6 +31,7 @@ def trained(policy: str, room: int, blocks: int = 8, layers: int = 2) -> str:
     return done.stdout
 
 
+@pytest.mark.promise
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is of Linux")
 @pytest.mark.parametrize(
     ("room", "policy"),

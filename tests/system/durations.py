@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -24,8 +25,8 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- durations: made by python -m tests.system.durations -->", "<!-- end of durations -->"
 
 RECORDED_S = 1.0  # all cases of a function together; the file has those that take longer
-CASES_S = 2.0  # `make test` runs as many cases of a function as take this long, but at least one
-CASE_S = 15.0  # a function one case of which takes longer is left to `make test-more` as a whole
+CASES_S = 1.0  # `make test` runs as many cases of a function as take this long, but at least one
+CASE_S = 8.0  # a function one case of which takes longer is left to `make test-more` as a whole
 SLOWEST = 30  # rows of the table
 
 
@@ -79,14 +80,20 @@ def choose(nodeids: list[str], number: int) -> set[str]:
     return set([*first, *(nodeid for nodeid in drawn if nodeid not in set(first))][:number])
 
 
-def left_to_more(nodeids: list[str], durations: dict[str, Duration]) -> set[str]:
-    """Return the tests that `make test` leaves to `make test-more`."""
+def left_to_more(nodeids: list[str], durations: dict[str, Duration], promises: Collection[str] = ()) -> set[str]:
+    """Return the tests that `make test` leaves to `make test-more`.
+
+    Parameters
+    ----------
+    promises : tests of public promises: one case of a function runs, however long it takes
+    """
+    promised = set(map(function_of, promises))
     functions: dict[str, list[str]] = defaultdict(list)
     for nodeid in nodeids:
         functions[function_of(nodeid)].append(nodeid)
     left = set()
     for name, cases in functions.items():
-        number = number_in_test(len(cases), durations.get(name))
+        number = max(number_in_test(len(cases), durations.get(name)), name in promised)
         if number < len(cases):
             left |= set(cases) - choose(cases, number)
     return left

@@ -57,6 +57,7 @@ def test_each_test_runs_in_one_of_both():
     assert len(left) == 9
     assert "t.py::whole" in left
     assert "t.py::fast" not in left
+    assert "t.py::whole" not in left_to_more(nodeids, recorded, ["t.py::whole"])
 
 
 def test_durations_of_reports_are_added_by_function(tmp_path):

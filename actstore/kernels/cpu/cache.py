@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numba
 
@@ -36,6 +39,34 @@ def folder() -> Path:
             f"numba finds no folder for compiled kernels: set {VARIABLE} to a folder that can be written."
         ) from error
     return Path(compiled.stats.cache_path)
+
+
+@contextmanager
+def one_process(name: str) -> Iterator[None]:
+    """Let other processes with the same cache wait while one compiles a kernel, which they then read.
+
+    As ranks of one machine: without it each compiles every kernel. Processes that compile other kernels do not wait.
+    """
+    file, place = _locks(), int(sha256(name.encode()).hexdigest()[:15], 16)  # a lock is a byte that need not exist
+    if file is None:
+        yield
+        return
+    fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+
+@cache
+def _locks() -> IO[bytes] | None:
+    """Open the file of locks until the process ends: to close it would release them. None where it cannot be locked."""
+    try:
+        file = (folder() / "kernels.lock").open("ab")
+        fcntl.lockf(file, fcntl.LOCK_UN, 1)  # some network file systems have no locks
+    except OSError:
+        return None
+    return file
 
 
 def cached(source: str) -> int:

@@ -72,7 +72,7 @@ def kernel(run: Any) -> Any:
     parts = [run.__qualname__, *(getattr(each, "__name__", str(each)) for each in constants)]
     run.__qualname__ = "_".join([*parts, cache.short_digest(Path(run.__code__.co_filename))])
     cache.folder()
-    with notice.compiling(run):
+    with cache.one_process(run.__qualname__), notice.compiling(run):
         return _compiled(run)
 
 

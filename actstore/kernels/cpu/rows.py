@@ -21,15 +21,19 @@ def in_rows(encode: Parallel, decode: Parallel, group: int, unit: int, extra: in
     is the width of a row above 24 bits, with `extra` in these for `encode`.
     """
 
+    def bind(numel: int) -> tuple[Bound, Bound]:
+        units = -(-numel // unit)
+        return encode.bind(numel, numel << 24 | extra, units), decode.bind(numel, numel << 24, units)
+
     def rows(numel: int, width: int) -> tuple[Bound, Bound]:
         groups = numel // width * -(-width // group)
         units = -(-groups * group // unit)
         return encode.bind(numel, width << 24 | extra, units), decode.bind(numel, width << 24, units)
 
     return Kernels(
-        lambda src, out, numel, key: rows(numel, numel)[0](src, out, key),
-        lambda buf, out, numel, key: rows(numel, numel)[1](buf, out, key),
-        lambda numel: rows(numel, numel),
+        lambda src, out, numel, key: bind(numel)[0](src, out, key),
+        lambda buf, out, numel, key: bind(numel)[1](buf, out, key),
+        bind,
         rows,
     )
 
