@@ -42,8 +42,9 @@ intrinsic: Any = _intrinsic
 constant_intrinsic: Any = _intrinsic(prefer_literal=True)  # for arguments that are constants of the kernel
 cgutils: Any = _cgutils
 llvm: Any = ir  # for intrinsics in other modules
-# without the wrappers for callers in Python and C, which take a quarter of the time to compile: kernels alone call it
-inline: Any = numba.njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# wrappers for callers in Python and C would take a quarter of the time to compile; kernels alone call these functions
+_WITHOUT_WRAPPERS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inline: Any = numba.njit(forceinline=True, error_model="numpy", **_WITHOUT_WRAPPERS)
 _compiled: Any = numba.njit(
     "void(int64,int64,int64,int64,int64,int64,int64)", nogil=True, cache=True, boundscheck=False, error_model="numpy"
 )
