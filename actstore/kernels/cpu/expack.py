@@ -94,7 +94,7 @@ def upper_half(source: Any, index: Any, kind: Any) -> Any:
 
 @inline
 def load_exponents(source: Any, exponents: Any, start: Any, count: Any, kind: Any) -> None:
-    """Store the exponents of a tile, as bytes; 0 behind the last element."""
+    """Store the exponents of a tile, as bytes; 0 after the last element."""
     for i in range(count):
         upper = upper_half(source, start + i, kind)
         if kind == F16:

@@ -32,7 +32,7 @@ _word_stack: Any = stack_of(4 * LANES)
 
 @inline
 def _store_mask(payload: Any, word: Any, numel: Any, mask: Any) -> Any:
-    """Store a word of masks without the bits behind the last element, and count the set bits."""
+    """Store a word of masks without the bits after the last element, and count the set bits."""
     if numel - word * LANES < LANES:
         mask = u32(mask & u32(u32(u32(1) << u32(numel - word * LANES)) - u32(1)))
     put(u32_at(masks_of(payload)), word, mask)

@@ -55,7 +55,7 @@ class Tiles:
         Parameters
         ----------
         offsets : starts of the parts, in bytes
-        exponents : (tiles, 1024), -1 behind the last element
+        exponents : (tiles, 1024), -1 after the last element
         rest : (tiles, 1024) of sign and mantissa bits; empty for dtypes without planes
         """
         codes = (exponents - self.base[:, None]) & 255
@@ -108,7 +108,7 @@ class Tiles:
 
 
 def choose(exponents: torch.Tensor, split: Split) -> Tiles:
-    """Choose the cheapest windows for exponents (tiles, 1024), -1 behind the last element."""
+    """Choose the cheapest windows for exponents (tiles, 1024), -1 after the last element."""
     top = exponents.amax(1)
     below = torch.where(exponents >= 0, top[:, None] - exponents, _INFINITE_COST)
     within = torch.stack([(below < distance).sum(1) for distance in range(WINDOW_DEPTH + 1)], 1)
