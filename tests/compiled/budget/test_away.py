@@ -16,7 +16,7 @@ from actstore import ActivationStore, Auto, Disk, Window
 from actstore.compiled.budget import lane
 from actstore.errors import CapacityError
 from actstore.plan.values import Wish
-from actstore.session import lanes
+from actstore.session import compiling
 from actstore.session.controllers import wish_of
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.budget.test_budget import OUTSIDE_NBYTES, measured
@@ -31,8 +31,8 @@ DISK: list[Disk | Window] = [Disk(budget="1GiB"), Window("1MiB")]
 @pytest.fixture(autouse=True)
 def copies_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that plans are the same on each machine."""
-    monkeypatch.setattr(lanes, "rates_alone", lambda *_: (1e9, 1e9))
-    monkeypatch.setattr(lanes, "bytes_per_ms", lambda _: 1e9)
+    monkeypatch.setattr(compiling, "rates_alone", lambda *_: (1e9, 1e9))
+    monkeypatch.setattr(compiling, "bytes_per_ms", lambda _: 1e9)
     monkeypatch.setattr(lane, "CALL_MS", 0.0)
 
 
@@ -198,11 +198,11 @@ def test_a_forward_outside_of_the_store_waits_in_memory() -> None:
 def test_the_tier_is_host_memory_beside_an_accelerator_and_else_a_disk_that_is_granted() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     every, none = Wish(1, None, 7, 0.0), Wish(1, 0, 0, 0.0)
-    assert lanes.tier_of(every, Window(), gpu) == ("host", inf)
-    assert lanes.tier_of(Wish(1, 5, 7, 0.0), Window(), gpu) == ("host", 5)
-    assert lanes.tier_of(Wish(1, 0, 7, 0.0), Window(), gpu) == ("disk", 7)
-    assert lanes.tier_of(every, Window(), cpu) == ("disk", 7)
-    assert lanes.tier_of(every, Window(when_full="spill"), gpu) is None
-    assert lanes.tier_of(wish_of(Auto("1GiB"), {"disk": Disk()}), Window(), cpu) is None, "no budget of the disk"
-    assert lanes.tier_of(none, Window(), gpu) is lanes.tier_of(none, Window(), cpu) is None
-    assert lanes.windows_of(Window("48MiB"), gpu) == (32 * MIB, 48 * MIB)
+    assert compiling.tier_of(every, Window(), gpu) == ("host", inf)
+    assert compiling.tier_of(Wish(1, 5, 7, 0.0), Window(), gpu) == ("host", 5)
+    assert compiling.tier_of(Wish(1, 0, 7, 0.0), Window(), gpu) == ("disk", 7)
+    assert compiling.tier_of(every, Window(), cpu) == ("disk", 7)
+    assert compiling.tier_of(every, Window(when_full="spill"), gpu) is None
+    assert compiling.tier_of(wish_of(Auto("1GiB"), {"disk": Disk()}), Window(), cpu) is None, "no budget of the disk"
+    assert compiling.tier_of(none, Window(), gpu) is compiling.tier_of(none, Window(), cpu) is None
+    assert compiling.windows_of(Window("48MiB"), gpu) == (32 * MIB, 48 * MIB)
