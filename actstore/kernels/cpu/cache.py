@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numba
 
@@ -59,10 +60,10 @@ def one_process(name: str) -> Iterator[None]:
 
 
 @cache
-def _locks() -> IO[bytes] | None:
+def _locks() -> int | None:
     """Open the file of locks until the process ends: to close it would release them. None where it cannot be locked."""
     try:
-        file = (folder() / "kernels.lock").open("ab")
+        file = os.open(folder() / "kernels.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.lockf(file, fcntl.LOCK_UN, 1)  # some network file systems have no locks
     except OSError:
         return None
