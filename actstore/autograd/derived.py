@@ -1,7 +1,7 @@
 """Tensors that backward can derive: one cheap operator computes them from other saved tensors.
 
 GELU's backward reads GELU's input. So the store need not hold GELU's output, which the next linear layer saves: GELU
-computes it from that input. The same holds for activations, products and normalisations. The same operator on the same
+computes it from that input. The same holds for activations, products and normalizations. The same operator on the same
 bytes returns the same bytes.
 """
 
@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 
 
 class Norm(NamedTuple):
-    """Facts of a normalisation that its autograd node does not keep, put into the metadata of that node.
+    """Facts of a normalization that its autograd node does not keep, put into the metadata of that node.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ _NORMS = (LayerNorm.forward, GroupNorm.forward, RMSNorm.forward)
 
 
 def note_norm(module: Module, output: Tensor, name: str) -> None:
-    """Note the options of a normalisation that has run in the node of its output, where they are certain."""
+    """Note the options of a normalization that has run in the node of its output, where they are certain."""
     if type(module).forward not in _NORMS or "forward" in module.__dict__ or output.grad_fn is None:
         return
     bias = module._parameters.get("bias") if isinstance(module, GroupNorm) else None

@@ -56,7 +56,7 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
     if not (producer or tensor.requires_grad):
         return WITHOUT_GRADIENT
     if "Norm" in producer and tensor.output_nr:
-        return "a statistic of a normalisation"
+        return "a statistic of a normalization"
     if producer in EXACT_PRODUCERS:
         return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"
     return STATISTIC if is_reduced(tensor.shape, tensor.stride(), _shapes_before(tensor)) else ""

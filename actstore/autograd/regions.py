@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actstore.base.layout import Layout, layout_of, storage_view
 
-MAX_STORAGE_RATIO = 4  # a view's payload is its whole storage where that is at most so many times larger
+MAX_STORAGE_RATIO = 4  # a view's payload is its whole storage where that is at most this many times larger
 
 
 class Region(NamedTuple):

@@ -34,7 +34,7 @@ class Storages:
     kept_parts : byte ranges that handles keep of a storage, where they do not keep all of it
     stored : the handles whose payloads have bytes of a storage; never an empty list
     tags : names that users gave
-    prune_count : so many met storages make `prune` worth its time
+    prune_count : number of met storages that makes `prune` worth its time
     """
 
     __slots__ = (

@@ -29,7 +29,7 @@ class Job(Generic[T]):
 
     Attributes
     ----------
-    crew : the threads of which one is to run the job
+    crew : the threads, one of which runs the job
     runner : the thread that runs it
     """
 
@@ -52,11 +52,11 @@ class Job(Generic[T]):
         return job
 
     def wait_for(self, crew: list[Thread]) -> None:
-        """Note the threads of which one is to run the job."""
+        """Note the threads, one of which runs the job."""
         self.crew = crew
 
     def run(self, runner: Thread | None = None) -> None:
-        """Make the call on this thread, unless it was begun or cancelled. An error of the call stays in the job.
+        """Make the call on this thread, unless it has started or was canceled. An error of the call stays in the job.
 
         `runner` is this thread, for waiters that check whether it lives.
         """

@@ -216,7 +216,7 @@ class Ledger:
         self.peak = 0
         self._transient_peak: Transient | None = None
         self.held_at_exit = 0
-        self.turns: list[dict[Account, int]] = []  # held bytes at each turn, and at the exit behind one
+        self.turns: list[dict[Account, int]] = []  # held bytes at each turn, and at the exit after one
         self._turned = False  # backward has begun inside of the context
         self.compiled: dict[tuple[int, int], int] = {}  # bytes that each compiled region has read at once in backward
         self.media: dict[str, list[int]] = {}  # by tier beside the device: bytes reserved now, and high-water

@@ -159,7 +159,7 @@ def _is_max_pool1d(x: Tensor) -> bool:
 
 
 def _called() -> str:
-    """Return the name of the operator that a model calls, and of which the handler sees a part."""
+    """Return the name of the operator that a model calls, where the handler sees only a part of it."""
     frame: FrameType | None = _getframe(1)
     while frame is not None and _is_between(frame):
         frame = frame.f_back

@@ -33,7 +33,7 @@ class Spec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """Allocate an uninitialised tensor of this spec."""
+        """Allocate an uninitialized tensor of this spec."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def check(self, tensor: torch.Tensor) -> None:

@@ -104,7 +104,7 @@ class EventTicket(Ticket):
 
 
 class JobTicket(Ticket):
-    """The work of all `jobs` on host threads. Each job returns the times of its begin and its end.
+    """The work of all `jobs` on host threads. Each job returns its start and end times.
 
     Where jobs put copies on a device's stream, `copies` holds their tickets once the jobs are done.
     A forked child has no workers: nothing there waits for the jobs of the parent.

@@ -75,7 +75,7 @@ class Int2(AffineCodec):
     round : ``stochastic`` or ``dither``; both are unbiased, dither has half the variance, but a group that is not
         constant loses its exact zeros
     signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
-        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
+        store where backward decides by the sign of a tensor, as after ReLU, else ``round``
 
     Raises
     ------
@@ -128,7 +128,7 @@ class Int4(BlockCodec):
     round : ``nearest``, ``stochastic`` (unbiased) or ``dither`` (unbiased, half the variance of stochastic, but a group
         that is not constant loses its exact zeros)
     signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
-        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
+        store where backward decides by the sign of a tensor, as after ReLU, else ``round``
 
     Raises
     ------

@@ -95,13 +95,13 @@ class Codec(ABC):
     def keeping_signs(self) -> Codec | None:
         """The variant of this codec that keeps zeros, positive and negative elements apart, unless its options forbid.
 
-        A store takes it where backward decides by the sign of an element, as behind ReLU. Where it is None, the store
+        A store takes it where backward decides by the sign of an element, as after ReLU. Where it is None, the store
         keeps such tensors exact.
         """
         return self if self.lossless else None
 
     def replaced_by(self, side: Codec) -> Codec:
-        """Return the codec for a tensor of which backward reads no more than `side` holds, in place of this one."""
+        """Return the codec for a tensor if backward reads only what `side` holds, in place of this one."""
         return side
 
     @property

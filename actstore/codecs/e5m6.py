@@ -20,7 +20,7 @@ class E5m6(SignedCodec):
     Parameters
     ----------
     signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
-        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
+        store where backward decides by the sign of a tensor, as after ReLU, else ``round``
 
     Notes
     -----

@@ -26,7 +26,7 @@ class Fp8(GroupCodec):
         power of two above, so that scaling changes no mantissa
     round : ``nearest``, or ``stochastic``: unbiased, by random bits
     signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
-        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
+        store where backward decides by the sign of a tensor, as after ReLU, else ``round``
 
     Raises
     ------

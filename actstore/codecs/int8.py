@@ -37,7 +37,7 @@ class Int8(GroupCodec):
         values then does not affect the scales of the remaining channels
     signs : ``keep`` gives an element that rounds to zero the smallest code of its sign, so that zeros, positive and
         negative elements stay apart; ``round`` does not; ``auto`` is ``keep`` in a store where backward decides by the
-        sign of a tensor, as behind ReLU, else ``round``
+        sign of a tensor, as after ReLU, else ``round``
 
     Raises
     ------

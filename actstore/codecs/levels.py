@@ -25,7 +25,7 @@ class Levels(Codec):
     Parameters
     ----------
     low, high : the bounds, which are outside themselves; with `curve` exp all numbers up to 0 are inside
-    curve : what is rounded: the number (line), or exp(`rate` * number), of which ELU's slope is a multiple (exp)
+    curve : what is rounded: the number (line), or exp(`rate` * number), proportional to the slope of ELU (exp)
     rate : of exp
     bits : 2 to 6 or 8, of an element
 

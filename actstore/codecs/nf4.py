@@ -29,7 +29,7 @@ class Nf4(GroupCodec):
     layout : ``plain`` stores the largest magnitude as bfloat16; ``bnb``, with groups of 64 only, writes the bytes of
         ``bitsandbytes.functional.quantize_4bit``, 4.5 bits per element
     signs : ``keep`` keeps zeros, positive and negative elements apart, ``round`` does not; ``auto`` is ``keep`` in a
-        store where backward decides by the sign of a tensor, as behind ReLU, else ``round``
+        store where backward decides by the sign of a tensor, as after ReLU, else ``round``
 
     Raises
     ------

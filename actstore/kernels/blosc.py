@@ -86,7 +86,7 @@ def compress(data: Bytes, payload: Bytes, how: Compressor) -> int:
 
 
 def length(payload: Bytes) -> int:
-    """Return the length of a payload of which `payload` holds at least the first 8 bytes.
+    """Return the length of a payload from its first 8 bytes, or more, in `payload`.
 
     Raises
     ------
@@ -148,5 +148,5 @@ def _frames(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _frames_at(nbytes: int) -> int:
-    """Return the start of the frames, behind the header and the table of sizes."""
+    """Return the start of the frames, after the header and the table of sizes."""
     return HEADER_NBYTES + round_up(8 * -(-nbytes // FRAME_NBYTES))

@@ -19,7 +19,7 @@ VALUES = (
     0.7229568362236023,
     1.0,
 )
-# half the float32 sum of two neighbours: the code of a number is the count of bounds below it
+# half the float32 sum of two neighbors: the code of a number is the count of bounds below it
 BOUNDS = (
     -0.8480963706970215,
     -0.6106328964233398,

@@ -17,7 +17,7 @@ _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 
 def scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate an uninitialised 1-d tensor that is soon freed.
+    """Allocate an uninitialized 1-d tensor that is soon freed.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Rules by size: a decision for the modules that saved more than so many bytes in the last forward."""
+"""Rules by size: a decision for the modules that saved more than a number of bytes in the last forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actstore.policy.pattern import EVERYTHING, Pattern, ancestry
 def rules_by_size(
     ledger: Ledger, model: Module | None, larger_than: int | str, decision: Decision | str, among: str
 ) -> Rules:
-    """Return a rule for each of the modules that saved more than so many bytes; see `ActivationStore.rules_by_size`."""
+    """Return a rule for each module that saved more than `larger_than`; see `ActivationStore.rules_by_size`."""
     limit = parse_nbytes(larger_than, "larger_than")
     if model is None:
         raise PolicyError(

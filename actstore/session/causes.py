@@ -81,7 +81,7 @@ class AccountGroup:
 
     Attributes
     ----------
-    most : the account with the most bytes; None without accounts
+    most : the largest account; None without accounts
     nbytes : the bytes of all
     """
 

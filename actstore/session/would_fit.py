@@ -2,9 +2,9 @@
 
 A stretch of the forward is a block of the model, or what runs between two blocks. The ledger has the bytes of each that
 ran, whatever the policy is. A block that did not run saves as much as the largest one of its class that did. A linear
-layer behind the blocks has an output of its width. Backward visits them in reverse: it runs recomputed ones again,
-makes gradients of weights, and frees what it has read. A lossy codec takes at least the floats that layers of PyTorch
-save, but for the first ones, which may need no gradient.
+layer after the blocks has an output of its width. Backward visits them in reverse: it runs recomputed ones again,
+makes gradients of weights, and frees the tensors that it has read. A lossy codec takes at least the floats that layers
+of PyTorch save, except the first ones, which may need no gradient.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _missing_gradients(module: Module) -> int:
 
 
 def _logits(named: dict[str, Module], blocks: list[str], given: int) -> int:
-    """Return the bytes of the widest output of a linear layer behind the blocks; 0 without one."""
+    """Return the bytes of the widest output of a linear layer after the blocks; 0 without one."""
     names = list(named)
     behind = [named[name] for name in names[names.index(blocks[-1]) + 1 :] if blocks[-1] not in ancestry(name)]
     return max((given * one.out_features // one.in_features for one in behind if isinstance(one, Linear)), default=0)

@@ -206,7 +206,7 @@ class Store:
         self.ledger.touch_peak(entry.account, out.nbytes)
 
     def resume(self, steps: int) -> None:
-        """Count on from so many steps."""
+        """Continue counting from this number of steps."""
         self.steps = steps
 
     def begin(self, device: torch.device) -> ForwardPass:

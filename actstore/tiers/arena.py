@@ -97,7 +97,7 @@ class Arena:
 
     1. `free` only queues it, since a finalizer may call `free` on the thread that holds the lock;
     2. while operations of the device still use it, it waits in limbo, oldest first;
-    3. when they are complete it is free, and merges with its neighbours;
+    3. when they are complete it is free, and merges with its neighbors;
     4. before the arena grows, it gives ranges in limbo out early: their tickets go to the next owner in `Range.after`.
 
     Parameters
@@ -122,7 +122,7 @@ class Arena:
         self._limbo: deque[tuple[Range, list[Ticket]]] = deque()
         self._used_nbytes = 0  # in the hands of owners
         self._busy_nbytes = 0  # and in limbo
-        self._needs = deque([0], IDLE_STEPS)  # the most that was busy in each of the last steps and in this one
+        self._needs = deque([0], IDLE_STEPS)  # peaks of busy bytes in the last steps and in this one
 
     @property
     def used_nbytes(self) -> int:
@@ -131,7 +131,7 @@ class Arena:
         return self._used_nbytes
 
     def take(self, nbytes: int) -> Range | None:
-        """Take uninitialised memory; None when `most_nbytes` is reached.
+        """Take uninitialized memory; None when `most_nbytes` is reached.
 
         Raises
         ------

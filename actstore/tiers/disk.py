@@ -23,7 +23,7 @@ from actstore.tiers.file import BLOCK_NBYTES, NamelessFile, warn_if_memory
 from actstore.tiers.gpu_direct import GpuDirect
 from actstore.tiers.parts import Extent, FileSlot, Mover, split
 
-# Threads for writes, and as many for reads, which so never queue behind writes. Two keep a disk busy; the rest make
+# Threads for writes, and as many for reads, so reads never queue after writes. Two keep a disk busy; the rest make
 # checksums or wait for a busy processor: benchmarks/disk.py shows the loss with fewer.
 WORKERS = 4
 
@@ -171,7 +171,7 @@ class _Open:
     def __init__(self, file: NamelessFile, device: Device, mover: Mover) -> None:
         self.file = file
         self.extents = Extents()
-        self.high_nbytes = 0  # the most that was in use since the last `trim`
+        self.high_nbytes = 0  # peak of bytes in use since the last `trim`
         self.freed: list[FileSlot] = []  # given back; jobs may still be at work on them
         self.mover = mover
         self.writers = device.workers(WORKERS, "actstore-disk-write")

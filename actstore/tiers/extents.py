@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 
 class Extents:
-    """First-fit allocation of byte ranges in one growing space; neighbours that are freed merge. Not thread-safe."""
+    """First-fit allocation of byte ranges in one growing space; neighbors that are freed merge. Not thread-safe."""
 
     def __init__(self) -> None:
         self.end = 0  # one past the last byte in use

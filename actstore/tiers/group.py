@@ -10,7 +10,7 @@ No two ranks need to do anything in the same order, or at the same time:
 2. native threads serve what is posted (`Peers`). A read asks for slices that are there, because no rank lets go before
    all have posted. So no read waits for the Python of another rank, and ranks read in any order;
 3. the main thread never waits in forward for more than the checks of payloads that it has itself stored. The rank that
-   is furthest behind finds all of these posted, and goes on;
+   is last finds all of these posted, and continues;
 4. a slice is removed when all ranks have freed the payload: each adds 1 to a number beside it, and the last one removes
    it. Where a rank has gone on to another step without the payload, no rank has let it go, and each removes its own;
 5. a rank that has died ends each call to it at once, and one that does not post a payload ends its check within
@@ -118,7 +118,7 @@ class GroupTier(Tier):
         self._checking, self._reading, self._freeing = peers.again(), peers.again(), peers.again()
         peers.meet()
         self._step = self._serial = 0
-        self._replicas: dict[str, Replica] = {}  # those of which this rank may serve a slice
+        self._replicas: dict[str, Replica] = {}  # replicas whose slice this rank may serve
         self._closed = False
         self._pid = os.getpid()
         self._lock = Lock()

@@ -16,7 +16,7 @@ class BufferPool:
     """A pool of uint8 buffers of exact sizes. Thread-safe; a buffer comes and goes without a lock.
 
     `trim` begins a step, and returns the buffers that the last step did not need. Within a step, the bytes of all
-    buffers never exceed the larger of two figures: their bytes at its begin, and the most that were in use. Variable
+    buffers never exceed the larger of two figures: their bytes at its start, and their peak in use. Variable
     shapes so cannot make the pool grow: a new buffer takes the place of idle ones.
     """
 
@@ -38,7 +38,7 @@ class BufferPool:
         return sum(nbytes * len(idle) for nbytes, idle in list(self._sizes.items()))
 
     def take(self, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Take an uninitialised buffer of exactly `nbytes`, and the list to which the caller appends it afterwards.
+        """Take an uninitialized buffer of exactly `nbytes`, and the list to which the caller appends it afterwards.
 
         A finalizer may do that. A buffer that comes back after `close` waits for `drain`.
 

@@ -36,8 +36,8 @@ HOST_WINDOW_NBYTES = 32 * 2**20  # four writes of host threads, of a chunk each
 SMALL_NBYTES = 2**20  # smaller payloads share parcels
 PARCEL_NBYTES = 4 * 2**20
 ACCELERATOR_FACTOR = 16  # times both on an accelerator, whose host queues a copy in about the time of 16 MiB
-MIN_PARCELS_PER_LIMIT = 256  # at least so many shared parcels fit within the limit of all that is held
-MIN_PARCELS_PER_BOUND = 8  # at least so many shared parcels fit within the bound of what waits on the device
+MIN_PARCELS_PER_LIMIT = 256  # minimum of shared parcels within the limit of held bytes
+MIN_PARCELS_PER_BOUND = 8  # minimum of shared parcels within the bound of bytes in transit on the device
 BERTH_ALIGN_NBYTES = 64
 
 
