@@ -77,6 +77,7 @@ class ModuleTree:
     kinds : classes of the modules that are not PyTorch's own
     hooked : modules with hooks of their forward
     registries : those of the modules that run again
+    of_users : attributes of the modules that are not PyTorch's own
     stateful : modules with buffers or hooks, and those that do not run again
     recurrent : modules that may draw by cuDNN
     limited : embeddings that limit the norms of their rows, with the limit
@@ -109,7 +110,7 @@ class ModuleTree:
         self._unhooked = [hooks for module in self.modules for hooks in _HOOKS(module) if not hooks]
         self.hooked = [module for module in self.modules if any(_HOOKS(module))]
         self.registries = [pair for each in self.entries if each.runs_again for pair in each.registries]
-        self._of_users = [each.attributes for each in self.entries if not each.is_of_torch]
+        self.of_users = [each.attributes for each in self.entries if not each.is_of_torch]
         self._sizes = self._sizes_now()
         self._values = self._values_now()
         tensors = [*self._weights, *chain.from_iterable(module._buffers.values() for module in self.modules)]
@@ -163,7 +164,7 @@ class ModuleTree:
             self.stateful.append((module, runs_again))
 
     def _sizes_now(self) -> list[int]:
-        return [len(each) - ("forward" in each) for each in self._of_users]  # stores come and go
+        return [len(each) - ("forward" in each) for each in self.of_users]  # stores come and go
 
     def _values_now(self) -> list[Any]:
         attributes = chain.from_iterable(map(call, self._getters, self._attributes))

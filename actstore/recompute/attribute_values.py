@@ -243,21 +243,21 @@ def placed(
         yield
     finally:
         for value, content in reversed(contents):
-            _remove_hooks(value, since)
+            remove_hooks(value, since)
             fill(value, content)
         for entries, name, now in values:
-            _remove_hooks(entries.get(name), since)
+            remove_hooks(entries.get(name), since)
             put(entries, name, now)
         for entries, names in orders:
             if isinstance(entries, dict) and [*entries] != names:
                 entries |= {name: entries.pop(name) for name in names if name in entries}
 
 
-def _remove_hooks(value: Any, since: int) -> None:
+def remove_hooks(value: Any, since: int) -> None:
     """Remove each hook whose handle is about to be dropped, if it is not older than the handle with number `since`."""
     if type(value) in CONTAINERS:
         for part in value.values() if isinstance(value, dict) else value:
-            _remove_hooks(part, since)
+            remove_hooks(part, since)
     elif isinstance(value, RemovableHandle):
         parts = getattr(value, "handles", (value,))  # a hook on several tensors has some
         if all(part.id >= since for part in parts):

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
 from actstore.model.snapshot import AS_IT_IS, Snapshot
@@ -24,6 +25,7 @@ from actstore.recompute.attribute_values import (
     can_wait,
     containers_of,
     copy_of,
+    fill,
     has_same_content,
     hidden_by_code,
     hidden_by_forward,
@@ -34,9 +36,12 @@ from actstore.recompute.attribute_values import (
     placed,
     put,
     recognizer,
+    remove_hooks,
     waiting,
     waiting_value,
 )  # fmt: skip
+
+_training_of = attrgetter("training")
 
 
 class AttributeChange(NamedTuple):
@@ -170,7 +175,8 @@ class AttributeStates(Snapshot):
         for entries, name, value, was in self._contents:
             if value is None or (entries.get(name, ABSENT) is value and not has_same_content(value, was)):
                 contents.append((entries, name, was))
-        return placed(values, contents) if values or contents else AS_IT_IS
+        inner = placed(values, contents) if values or contents else AS_IT_IS
+        return UndoneAttributes(self._tree, inner) if self._tree.of_users else inner
 
     def _other_entries(self) -> list[tuple[Entries, str, Any]]:
         """Return the entries that are other ones now, with those for the second run."""
@@ -220,6 +226,53 @@ class AttributeStates(Snapshot):
                     "and backward, and a recomputed module must run as in forward. Replace it after backward, or write "
                     "keep in place of recompute."
                 )
+
+
+class UndoneAttributes:
+    """Context that leaves attributes as it finds them. A run that ends early has not undone its own changes.
+
+    Parameters
+    ----------
+    inner : another context
+    """
+
+    __slots__ = ("_containers", "_inner", "_now", "_since", "_training", "_tree")
+
+    def __init__(self, tree: ModuleTree, inner: AbstractContextManager[None]) -> None:
+        self._tree = tree
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._now = [*map(dict.copy, self._tree.of_users)]
+        self._training = [*map(_training_of, self._tree.modules)]
+        loose = [each.value for each in self._tree.loose()]
+        self._containers = [(each, copy_of(each)) for each in loose if type(each) in CONTAINERS]
+        self._since = RemovableHandle.next_id
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self._inner.__exit__(*exc)
+        finally:
+            if [*map(_training_of, self._tree.modules)] != self._training:
+                for module, was in zip(self._tree.modules, self._training, strict=True):
+                    module.training = was
+            for value, content in self._containers:
+                if not has_same_content(value, content):
+                    remove_hooks(value, self._since)
+                    fill(value, content)
+            for entries, were in zip(self._tree.of_users, self._now, strict=True):
+                if len(entries) != len(were) or not all(map(is_, entries.values(), were.values())):
+                    _restore(entries, were, self._since)
+
+
+def _restore(entries: Entries, were: Entries, since: int) -> None:
+    """Give a module's own attributes back their values."""
+    for name in list(names_of(were, entries)):
+        was, now = were.get(name, ABSENT), entries.get(name, ABSENT)
+        if not (was is now or is_sharded(was) or is_sharded(now)):
+            remove_hooks(now, since)
+            put(entries, name, was)
 
 
 class Effects(NamedTuple):

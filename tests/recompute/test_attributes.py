@@ -374,3 +374,39 @@ def test_hooks_of_a_second_run_are_removed(policy, reads):
         del loss
         check_drained(store)
         store.close()
+
+
+class Toggles(nn.Module):
+    """Changes something for as long as its operators run. A second run ends before it is undone."""
+
+    def __init__(self, change, undo):
+        super().__init__()
+        self.inner, self.change, self.undo = nn.Linear(WIDTH, WIDTH), change, undo
+        self.is_busy, self.stack = False, []
+
+    def forward(self, x):
+        self.change(self)
+        y = torch.tanh(self.inner(x))
+        self.undo(self)
+        return y
+
+
+TOGGLED = {
+    "attribute": (lambda m: setattr(m, "is_busy", True), lambda m: setattr(m, "is_busy", False)),
+    "new attribute": (lambda m: setattr(m, "scratch", 1.0), lambda m: delattr(m, "scratch")),
+    "deleted attribute": (lambda m: delattr(m, "is_busy"), lambda m: setattr(m, "is_busy", False)),
+    "container": (lambda m: m.stack.append(1), lambda m: m.stack.pop()),
+    "mode of a part": (lambda m: m.inner.eval(), lambda m: m.inner.train()),
+}
+
+
+@pytest.mark.parametrize("toggled", TOGGLED)
+@pytest.mark.parametrize("policy", RECOMPUTE)
+def test_what_a_forward_undoes_is_undone_after_a_second_run_that_ends_early(policy, toggled):
+    model = nn.Sequential(Toggles(*TOGGLED[toggled]), Toggles(*TOGGLED[toggled]))
+    with ActivationStore(model, f"[0-9] : {policy}", min_bytes=0):
+        loss = model(torch.randn(4, WIDTH, requires_grad=True)).sum()
+    loss.backward()
+    for module in model:
+        assert (module.is_busy, module.stack, module.inner.training) == (False, [], True)
+        assert not hasattr(module, "scratch")
