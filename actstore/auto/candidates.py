@@ -15,14 +15,14 @@ from actstore.plan.build import MIN_PART_SHARE
 from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute
 from actstore.plan.profile import UnitFigures
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.policy.aliases import attention_of
 
 LOSSY = "int4(round=dither)"
 
 
 class Candidates:
-    """Decisions that may be tried on the units of a model, within a wish.
+    """Decisions that may be tried on the units of a model, within the grants of the user.
 
     Attributes
     ----------
@@ -30,14 +30,14 @@ class Candidates:
     on_host : whether the compute device is the CPU
     """
 
-    def __init__(self, profiler: Profiler, wish: Wish, calls: UnitCalls) -> None:
+    def __init__(self, profiler: Profiler, grants: Grants, calls: UnitCalls) -> None:
         self.shapes = {shape.name: shape for shape in profiler.shapes}
-        self.wish, self.calls, self.on_host = wish, calls, True
+        self.grants, self.calls, self.on_host = grants, calls, True
         self._profiler = profiler
 
     def tiers(self) -> list[str]:
         """Return the granted tiers beside the device, the fastest first."""
-        granted = ("host", 0 if self.on_host else self.wish.host), ("disk", self.wish.disk)
+        granted = ("host", 0 if self.on_host else self.grants.host), ("disk", self.grants.disk)
         return [tier for tier, grant in granted if grant != 0]
 
     def least(self) -> dict[str, str]:
@@ -59,7 +59,7 @@ class Candidates:
     def of(self, shape: Shape, figures: Mapping[str, UnitFigures]) -> list[str]:
         """Return the decisions to try on a unit."""
         tiers = self.tiers()
-        codecs = ["expack", *(["int8", LOSSY] if self.wish.max_noise else [])]
+        codecs = ["expack", *(["int8", LOSSY] if self.grants.max_noise else [])]
         found, late = [KEEP], list[str]()
         if not shape.named:
             return found

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from actstore.auto.group_planner import GroupPlanner, slowest_links, tightest_wish
+from actstore.auto.group_planner import GroupPlanner, slowest_links, tightest_grants
 from actstore.auto.group_store import GroupStore
 from actstore.auto.links import measure_links
 from actstore.auto.planner import changed, unfit
@@ -29,7 +29,7 @@ from actstore.errors import ActstoreError, CapacityError, StateError
 from actstore.model.units import digest_of
 from actstore.plan.plan import Plan
 from actstore.plan.solver.chain import Links
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.store.tierset import TierSet
 
 log = logging.getLogger("actstore")
@@ -51,14 +51,14 @@ class SavedPlan:
     why: str
 
     @classmethod
-    def read(cls, state: dict[str, Any], model: Module, device: torch.device, wish: Wish, ranks: int) -> SavedPlan:
+    def read(cls, state: dict[str, Any], model: Module, device: torch.device, grants: Grants, ranks: int) -> SavedPlan:
         """Return the plan of a state, for a rank with these limits in a group of `ranks` ranks."""
         plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
         why = unfit(plan, model, device)
         if not why and state["ranks"] != ranks:
             why = f"the group has {ranks} ranks, before {state['ranks']}"
-        if not why and (before := Wish(**state["wish"])) != wish:
-            why = changed(before, wish)
+        if not why and (before := Grants(**state["grants"])) != grants:
+            why = changed(before, grants)
         return cls(None, {}, why) if why else cls(plan, state, "")
 
     def outline(self) -> dict[str, Any]:
@@ -119,10 +119,10 @@ class GroupBoard:
 
     measures = True
 
-    def __init__(self, steps: Steps, wish: Wish, shared: GroupStore) -> None:
-        self._steps, self._wish, self._shared = steps, wish, shared
+    def __init__(self, steps: Steps, grants: Grants, shared: GroupStore) -> None:
+        self._steps, self._grants, self._shared = steps, grants, shared
         self._loaded: SavedPlan | None = None  # that this rank has loaded, until the ranks have met
-        steps.ledger.budget.set(wish.device)
+        steps.ledger.budget.set(grants.device)
         self._planner: GroupPlanner | None = None  # of the leader
         self._links: Links | None = None
         self._epoch = 0  # number of the model's structure
@@ -187,7 +187,7 @@ class GroupBoard:
         return {
             "plan": plan.to_dict(),
             "step": self._step,
-            "wish": asdict(self._wish),
+            "grants": asdict(self._grants),
             "ranks": len(self._shared.ranks),
             "times": self._steps.times.state(),
             "planner": None if self._planner is None else self._planner.state(),
@@ -204,7 +204,7 @@ class GroupBoard:
             self._start_again()
         self._steps.profiler.cancel()
         device, ranks = place.device.torch_device, len(self._shared.ranks)
-        self._loaded = SavedPlan.read(state, self._steps.model, device, self._wish, ranks)
+        self._loaded = SavedPlan.read(state, self._steps.model, device, self._grants, ranks)
         return self._loaded.why and f"{self._loaded.why}: the group measures again"
 
     def end_forward(self, error: BaseException | None) -> None:
@@ -277,10 +277,10 @@ class GroupBoard:
         """Share limits and links with all ranks of the group, and find those with the same model."""
         shared = self._shared
         if self._links is None:
-            self._links = measure_links(self._steps.place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+            self._links = measure_links(self._steps.place, host=self._grants.host != 0, disk=self._grants.disk != 0)
         mine: dict[str, Any] = {
             "model": digest_of(self._steps.model),
-            "wish": asdict(self._wish),
+            "grants": asdict(self._grants),
             "links": asdict(self._links),
             "saved": None if self._loaded is None else self._loaded.outline(),
         }
@@ -289,11 +289,11 @@ class GroupBoard:
         self._settle("met", lambda: {"met": True} if shared.has(names) else None, "hello", shared.ranks)
         hellos = dict(zip(shared.ranks, map(shared.read, names), strict=True))
         self._peers = [rank for rank, hello in hellos.items() if hello["model"] == mine["model"]]
-        wish = tightest_wish([Wish(**hellos[rank]["wish"]) for rank in self._peers])
-        self._steps.ledger.budget.set(wish.device)
+        grants = tightest_grants([Grants(**hellos[rank]["grants"]) for rank in self._peers])
+        self._steps.ledger.budget.set(grants.device)
         if self._peers[0] == shared.rank:
             links = slowest_links([Links(**hellos[rank]["links"]) for rank in self._peers])
-            self._planner = GroupPlanner(self._steps.model, self._steps.profiler, wish, links)
+            self._planner = GroupPlanner(self._steps.model, self._steps.profiler, grants, links)
         if runs_again({rank: hellos[rank]["saved"] for rank in self._peers}):
             self._take_over()
         self._loaded = None

@@ -21,7 +21,7 @@ from actstore.errors import CapacityError
 from actstore.plan.plan import Plan
 from actstore.plan.profile import UnitBytes, UnitFigures
 from actstore.plan.solver.chain import Links
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.store.tierset import TierSet
 
 log = logging.getLogger("actstore")
@@ -37,11 +37,11 @@ class GroupPlanner(Planner):
 
     Parameters
     ----------
-    wish, links : the tightest and the slowest of all ranks
+    grants, links : the tightest and the slowest of all ranks
     """
 
-    def __init__(self, model: Module, profiler: Profiler, wish: Wish, links: Links) -> None:
-        super().__init__(model, profiler, wish)
+    def __init__(self, model: Module, profiler: Profiler, grants: Grants, links: Links) -> None:
+        super().__init__(model, profiler, grants)
         self.probes.use(links)
         self._reviews = 0
         self._time_review = 1  # the number of the next review that may plan again because of time
@@ -77,7 +77,7 @@ class GroupPlanner(Planner):
         needs_plan = self.needs_plan(max(report["saved"] for report in reports), known)
         self._reviews += 1
         why = ""
-        if peak > self.wish.device and needs_plan:
+        if peak > self.grants.device and needs_plan:
             why = self.exceeded(peak, plan)
         elif len(samples) >= MEASURED_STEPS and not self.excess and self._reviews >= self._time_review:
             step = median(sample.total * self.probes.scale(sample.saved) for sample in samples)
@@ -155,14 +155,14 @@ def slowest_links(links: Sequence[Links]) -> Links:
     return Links(**lowest)
 
 
-def tightest_wish(wishes: Sequence[Wish]) -> Wish:
-    """Return the wish with the lowest limits of all."""
+def tightest_grants(grants: Sequence[Grants]) -> Grants:
+    """Return the grants with the lowest limits of all."""
     granted: dict[str, list[int]] = {}
     for place in ("host", "disk"):
-        granted[place] = [limit for wish in wishes if (limit := getattr(wish, place)) is not None]
-    return Wish(
-        min(wish.device for wish in wishes),
+        granted[place] = [limit for each in grants if (limit := getattr(each, place)) is not None]
+    return Grants(
+        min(each.device for each in grants),
         min(granted["host"], default=None),
         min(granted["disk"], default=None),
-        min(wish.max_noise for wish in wishes),
+        min(each.max_noise for each in grants),
     )

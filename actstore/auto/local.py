@@ -25,7 +25,7 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, StateError
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.policy import Rules
 from actstore.store.tierset import TierSet
 
@@ -45,8 +45,8 @@ class LocalBoard:
     switch : replaces the rules of a step that was just entered, and returns whether it could
     """
 
-    def __init__(self, steps: Steps, wish: Wish, pairs: Pairs, switch: Callable[[Rules], bool]) -> None:
-        self.planner = Planner(steps.model, steps.profiler, wish)
+    def __init__(self, steps: Steps, grants: Grants, pairs: Pairs, switch: Callable[[Rules], bool]) -> None:
+        self.planner = Planner(steps.model, steps.profiler, grants)
         self._steps = steps
         self._pairs = pairs
         self._switch = switch
@@ -60,7 +60,7 @@ class LocalBoard:
         self._duel: Duel | None = None  # the plan and a policy in one line run in alternate steps
         self._rates = False  # the running step measures the effect of errors
         self._rating = _rate(self.planner.probes, pairs, steps.ledger)
-        steps.ledger.budget.set(wish.device)
+        steps.ledger.budget.set(grants.device)
 
     @property
     def measures(self) -> bool:
@@ -97,7 +97,7 @@ class LocalBoard:
         planner = self.planner
         decisions = planner.probes.propose(self._steps.place)
         self._rates = False
-        if decisions is None and planner.wish.max_noise > 0:
+        if decisions is None and planner.grants.max_noise > 0:
             decisions = self._next_rated()
         if decisions is not None:
             self._steps.use(decisions)
@@ -144,7 +144,7 @@ class LocalBoard:
         """Go on as the board that gave the state. Return why steps are measured or planned again; empty if not."""
         steps, planner = self._steps, self.planner
         plan = None if state["plan"] is None else Plan.from_dict(state["plan"])
-        planner.limit(planner.given)
+        planner.limit(planner.user_grants)
         planner.history, planner.planned_for, planner.excess, self._measured = [], 0, False, 0
         steps.profiler.cancel()
         self._forget()
@@ -194,7 +194,7 @@ class LocalBoard:
         return seen
 
     def _tighten(self) -> bool:
-        held = min(self._steps.ledger.peak, self.planner.wish.device)
+        held = min(self._steps.ledger.peak, self.planner.grants.device)
         self._why = f"memory ran out while activations held {format_nbytes(held)}"
         if not held or not self._give_up(int(OOM_BUDGET_SHARE * held), self._why):
             return False
@@ -204,7 +204,7 @@ class LocalBoard:
 
     def _give_up(self, budget: int, why: str) -> bool:
         """Continue with a smaller budget; return False, with everything unchanged, where no plan keeps it."""
-        planner, before = self.planner, self.planner.wish
+        planner, before = self.planner, self.planner.grants
         planner.limit(replace(before, device=budget))
         planner.history.append(f"{why}: the budget is {format_nbytes(budget)} from now on")
         try:
@@ -230,12 +230,13 @@ class LocalBoard:
 
     def _plan_for_least(self, refusal: CapacityError) -> None:
         """Run the plan with the least memory, where none keeps the budget any more."""
-        steps, wish = self._steps, self.planner.wish
+        steps, grants = self._steps, self.planner.grants
         self._duel = None
         steps.run(self.planner.least(steps.place, refusal, steps.plan))
         self._news = (
-            f"steps hold more than before: no plan keeps the budget of {format_nbytes(wish.device)} now. The plan with "
-            f"the least memory runs, about {format_nbytes(least_of(refusal))}. Give a larger budget or smaller batches"
+            f"steps hold more than before: no plan keeps the budget of {format_nbytes(grants.device)} now. The plan "
+            f"with the least memory runs, about {format_nbytes(least_of(refusal))}. Give a larger budget or smaller "
+            "batches"
         )
 
     def _watch(self, sample: Sample | None) -> None:
@@ -249,8 +250,8 @@ class LocalBoard:
         retries = alloc_retries(steps.place.device.torch_device)
         if retries > self._retries:
             self._retries = retries
-            self._give_up(int(RETRY_BUDGET_SHARE * planner.wish.device), "the device's allocator was short of memory")
-        elif peak > planner.wish.device and planner.needs_plan(saved):
+            self._give_up(int(RETRY_BUDGET_SHARE * planner.grants.device), "the device's allocator was short of memory")
+        elif peak > planner.grants.device and planner.needs_plan(saved):
             self._again(planner.exceeded(peak, plan))
         elif self._guarded and planner.needs_plan(saved) and is_larger(probes.largest, planner.planned_for):
             self._again(f"a step saves {format_nbytes(saved)}, more than planned for")
@@ -270,7 +271,7 @@ class LocalBoard:
         """Recompute all in this step where its input, `scale` times the planned one, would exceed the budget."""
         steps, planner = self._steps, self.planner
         plan = steps.plan
-        if plan is None or planner.excess or scale * plan.predicted.peak <= planner.wish.device:
+        if plan is None or planner.excess or scale * plan.predicted.peak <= planner.grants.device:
             return
         before, rules = steps.decisions, steps.rules
         steps.use(planner.probes.least())
@@ -310,7 +311,7 @@ class LocalBoard:
     def _forget(self) -> None:
         """Forget the plan and the measurements."""
         self._steps.forget()
-        self._steps.ledger.budget.set(self.planner.wish.device)
+        self._steps.ledger.budget.set(self.planner.grants.device)
         self._inputs.forget()
         self.planner.forget()
         self._duel = None

@@ -22,7 +22,7 @@ from actstore.plan.build import chain_of, limits_of
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import LayerChain, Limits
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.store.tierset import TierSet
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class Planner:
     Attributes
     ----------
     probes : the measured steps
-    given, wish : the limits of the user, and those of the next plan, which has a smaller budget after memory ran out
+    user_grants, grants : the limits of the user, and those of the next plan: after memory ran out, a smaller budget
     history : why steps were measured or planned again
     excess : whether no plan keeps the budget, and the one with the least memory runs
     """
 
-    def __init__(self, model: Module, profiler: Profiler, wish: Wish) -> None:
-        self.probes = Probes(profiler, model, wish)
-        self.given = self.wish = wish
+    def __init__(self, model: Module, profiler: Profiler, grants: Grants) -> None:
+        self.probes = Probes(profiler, model, grants)
+        self.user_grants = self.grants = grants
         self.history: list[str] = []
         self.excess = False
         self.planned_for = 0  # bytes of the largest step at the last plan
@@ -52,8 +52,8 @@ class Planner:
     def state(self) -> dict[str, Any]:
         """Return what `resume` takes, as JSON values."""
         return {
-            "given": asdict(self.given),
-            "wish": asdict(self.wish),
+            "user_grants": asdict(self.user_grants),
+            "grants": asdict(self.grants),
             "numbers": [self._shift, self.planned_for, self.excess],
             "history": self.history,
             "probes": self.probes.state(),
@@ -63,23 +63,23 @@ class Planner:
         """Go on as the planner that gave the state. Return in words how the limits have changed; empty if not."""
         self.probes.resume(state["probes"])
         self.history = list(state["history"])
-        given = Wish(**state["given"])
-        if given != self.given:
-            return changed(given, self.given)
-        self.limit(Wish(**state["wish"]))
+        given = Grants(**state["user_grants"])
+        if given != self.user_grants:
+            return changed(given, self.user_grants)
+        self.limit(Grants(**state["grants"]))
         self._shift, self.planned_for, self.excess = state["numbers"]
         return ""
 
-    def limit(self, wish: Wish) -> None:
+    def limit(self, grants: Grants) -> None:
         """Set the limits of later plans and measurements."""
-        self.wish = wish
-        self.probes.limit(wish)
+        self.grants = grants
+        self.probes.limit(grants)
 
     def forget(self) -> None:
         """Forget the measurements, as the next step is the first of new ones."""
         self._shift = 0.0
         self.probes.close()
-        self.probes = Probes(self._profiler, self._model, self.wish, self.probes)
+        self.probes = Probes(self._profiler, self._model, self.grants, self.probes)
 
     def end_probes(self) -> None:
         """End the steps that measure, before the first plan."""
@@ -123,11 +123,11 @@ class Planner:
         """
         from actstore.plan.outcome import beside, fastest, or_as_before, plan_of
 
-        wish = self.wish
-        profile, chain, limits, solution = self._solve(place, wish.device if device is None else device, margin)
+        grants = self.grants
+        profile, chain, limits, solution = self._solve(place, grants.device if device is None else device, margin)
         if current is not None:
             solution = or_as_before(current.decisions, chain, limits, solution)
-        plan = plan_of(profile, chain, solution, wish, self._shift, tuple(self.history))
+        plan = plan_of(profile, chain, solution, grants, self._shift, tuple(self.history))
         self.excess, self.planned_for = device is not None, self.probes.largest
         if solution.how == "as before" and current is not None:
             return replace(plan, rival=current.rival), None
@@ -139,7 +139,7 @@ class Planner:
         if other.choice == solution.choice or other.total > (1 + NEAR_SHARE) * solution.evaluation.total:
             return plan, None
         rival = replace(solution, choice=other.choice, evaluation=other)
-        return plan, Duel(plan, plan_of(profile, chain, rival, wish, self._shift, plan.history), text)
+        return plan, Duel(plan, plan_of(profile, chain, rival, grants, self._shift, plan.history), text)
 
     def least(self, place: TierSet, refusal: CapacityError, current: Plan | None = None) -> Plan:
         """Return the plan with the least memory, where `refusal` says that none keeps the budget any more."""
@@ -150,9 +150,9 @@ class Planner:
         from actstore.plan.outcome import too_small
         from actstore.plan.solver.microbatches import solve_step
 
-        profile, wish = self.probes.profile(place.device.torch_device), self.wish
-        chain = chain_of(profile, wish.max_noise)
-        limits = limits_of(max(0.0, device - self._shift), wish.host, wish.disk, wish.max_noise)
+        profile, grants = self.probes.profile(place.device.torch_device), self.grants
+        chain = chain_of(profile, grants.max_noise)
+        limits = limits_of(max(0.0, device - self._shift), grants.host, grants.disk, grants.max_noise)
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):
@@ -179,7 +179,7 @@ def unfit(plan: Plan | None, model: Module, device: torch.device) -> str:
     return ""
 
 
-def changed(before: Wish, now: Wish) -> str:
+def changed(before: Grants, now: Grants) -> str:
     """Return in words which limits have changed."""
     pairs = [(name, limit, asdict(now)[name]) for name, limit in asdict(before).items() if name != "max_noise"]
     parts = (f"{name} {_limit(new)}, before {_limit(old)}" for name, old, new in pairs if old != new)

@@ -30,7 +30,7 @@ from actstore.plan.decisions import KEEP, RECOMPUTE, offloads
 from actstore.plan.fields import read_as
 from actstore.plan.profile import Profile, Unit, UnitFigures, medians
 from actstore.plan.solver.chain import Links
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
@@ -58,16 +58,16 @@ class Probes:
     excess : bytes by which a step has exceeded the forecast for its own figures, at most
     """
 
-    def __init__(self, profiler: Profiler, model: Module, wish: Wish, before: Probes | None = None) -> None:
+    def __init__(self, profiler: Profiler, model: Module, grants: Grants, before: Probes | None = None) -> None:
         self.steps = 0
         self.largest = 0
         self.excess = 0.0
         self._profiler = profiler
         self._model = model
-        self._wish = wish
+        self._grants = grants
         self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
         self._calls = UnitCalls()
-        self._tries = Candidates(profiler, wish, self._calls)
+        self._tries = Candidates(profiler, grants, self._calls)
         self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
@@ -102,9 +102,9 @@ class Probes:
         """Return the decisions with the least memory, as far as known without a plan."""
         return self._tries.least()
 
-    def limit(self, wish: Wish) -> None:
-        """Set the wish that later proposals must fit."""
-        self._wish = self._tries.wish = wish
+    def limit(self, grants: Grants) -> None:
+        """Set the grants that later proposals must fit."""
+        self._grants = self._tries.grants = grants
 
     def state(self) -> dict[str, Any]:
         """Return the measurements as JSON values."""
@@ -155,7 +155,7 @@ class Probes:
         """Return the decisions for the next step, by unit; None where enough is known."""
         self._tries.on_host = place.device.on_host
         if self._links is None:
-            self._links = measure_links(place, host=self._wish.host != 0, disk=self._wish.disk != 0)
+            self._links = measure_links(place, host=self._grants.host != 0, disk=self._grants.disk != 0)
         return self.untried(on_host=place.device.on_host)
 
     def untried(
@@ -163,11 +163,11 @@ class Probes:
     ) -> dict[str, str] | None:
         """Return the same, with links that are known.
 
-        `samples` of a decision on a kind of unit are enough. A step may hold `room` bytes, by default those of the wish
+        `samples` of a decision on a kind of unit are enough. A step may hold `room` bytes, by default the budget
         without what steps have held beyond their forecasts.
         """
         self._tries.on_host = on_host
-        found = self._next(samples, self._wish.device - self.excess if room is None else room)
+        found = self._next(samples, self._grants.device - self.excess if room is None else room)
         self._proposed = found or {}
         return found
 
@@ -177,7 +177,7 @@ class Probes:
         if self.steps >= MAX_MEASURED_STEPS:
             return None
         forecast = self._forecast()
-        if forecast.peak(dict.fromkeys(self._kinds, KEEP)) <= min(room, self._wish.device):
+        if forecast.peak(dict.fromkeys(self._kinds, KEEP)) <= min(room, self._grants.device):
             return None  # everything fits: no other decision is needed
         chosen = next((known for known in self._frugal(forecast) if forecast.peak(known) <= room), None)
         if chosen is None:
@@ -231,7 +231,7 @@ class Probes:
         forecast = self._forecast()
         least = {name: decision for name, decision in self._tries.least().items() if name in self._kinds}
         chosen = dict.fromkeys(self._kinds, KEEP) | least
-        room = self._wish.device - self.excess - samples_nbytes(self._model)
+        room = self._grants.device - self.excess - samples_nbytes(self._model)
         found = {}
         for name in reversed(self._kinds):
             is_open = name not in self._noise and LOSSY in forecast.figures[name]
@@ -276,7 +276,7 @@ class Probes:
         """Return policies in one line for the model, by their text."""
         named = [name for name in self._kinds if name and self._tries.shapes[name].named]
         blocks = [name for name in named if self._tries.recomputable(self._tries.shapes[name])]
-        return one_lines(self._model, named, blocks, self._tries.tiers(), lossy=self._wish.max_noise > 0)
+        return one_lines(self._model, named, blocks, self._tries.tiers(), lossy=self._grants.max_noise > 0)
 
     def profile(self, device: torch.device) -> Profile:
         """Return all measurements so far as a profile."""

@@ -17,13 +17,13 @@ from actstore.plan.solver.microbatches import evaluate_step
 from actstore.plan.solver.solve import Solution
 from actstore.plan.solver.tables import DIRECTIONS
 from actstore.plan.solver.timeline import Evaluation, evaluate
-from actstore.plan.values import Prediction, UnitPlan, Wish
+from actstore.plan.values import Grants, Prediction, UnitPlan
 
 MIN_GAIN = 0.02  # a new plan replaces the decisions only where it promises this share of the step
 
 
 def plan_of(
-    profile: Profile, chain: LayerChain, solution: Solution, wish: Wish, shift: float, history: tuple[str, ...]
+    profile: Profile, chain: LayerChain, solution: Solution, grants: Grants, shift: float, history: tuple[str, ...]
 ) -> Plan:
     """Build the plan of a solution."""
     rows = []
@@ -35,8 +35,13 @@ def plan_of(
         rows.append(UnitPlan(unit.name, option.decision, saved, option.held, option.host + option.disk, added, stall))
     return Plan(
         policy_of(chain, solution.choice),
-        wish.device,
-        {"device": max(0.0, wish.device - shift), "host": wish.host, "disk": wish.disk, "max_noise": wish.max_noise},
+        grants.device,
+        {
+            "device": max(0.0, grants.device - shift),
+            "host": grants.host,
+            "disk": grants.disk,
+            "max_noise": grants.max_noise,
+        },
         chain.plain,
         Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift, solution.evaluation.error),
         solution.bound,

@@ -9,7 +9,7 @@ from actstore.plan.profile import Profile
 
 
 @dataclass(frozen=True)
-class Wish:
+class Grants:
     """Limits that the user grants.
 
     Attributes

@@ -28,9 +28,9 @@ from actstore.errors import ConfigError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.policy import Auto, Bits, Policy, Recompute, Rules
-from actstore.session.controllers import StepPolicy, wish_of
+from actstore.session.controllers import StepPolicy, grants_of
 from actstore.store.store import Store
 from actstore.tiers import Window
 from actstore.tiers.arena import SEGMENT_NBYTES
@@ -101,7 +101,7 @@ def run_graphs(
     options, window = read_tiers(tiers)
     device = device_of(call[0]) or torch.device("cpu")
     windows = windows_of(window, device)
-    tier = tier_of(wish_of(chooser, options), window, device)
+    tier = tier_of(grants_of(chooser, options), window, device)
     budget.allow(tier, windows, lanes_of(store, tier, windows))
     controller.compile(GraphSteps(budget, call, *observers, chooser.max_noise))
 
@@ -174,7 +174,7 @@ def _budget(chooser: Auto | Bits, *, whole: bool) -> RegionBudget:
     return RegionBudget(chooser.budget_nbytes)
 
 
-def tier_of(wish: Wish, window: Window, device: torch.device) -> tuple[str, float] | None:
+def tier_of(grants: Grants, window: Window, device: torch.device) -> tuple[str, float] | None:
     """Return the tier that a plan may use, and the limit of the bytes there; None for none.
 
     Host memory for another device than the CPU, or else the disk that the user grants. None as well where payloads may
@@ -182,7 +182,7 @@ def tier_of(wish: Wish, window: Window, device: torch.device) -> tuple[str, floa
     """
     if window.when_full != "wait":
         return None
-    for name, nbytes in (("host", 0 if device.type == "cpu" else wish.host), ("disk", wish.disk)):
+    for name, nbytes in (("host", 0 if device.type == "cpu" else grants.host), ("disk", grants.disk)):
         if nbytes != 0:
             return name, inf if nbytes is None else nbytes
     return None

@@ -13,7 +13,7 @@ from actstore.accuracy.influence.influence import Influence
 from actstore.accuracy.influence.pairs import Pairs
 from actstore.base.ledger import Ledger
 from actstore.plan.plan import Plan
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.policy import Auto, Bits, Policy
 from actstore.store.observers import Gauge
 from actstore.store.tierset import TierSet
@@ -101,24 +101,24 @@ def controller_of(
         from actstore.accuracy.bits.chooser import BitsController
 
         return BitsController(ledger, chooser, pairs)
-    wish = wish_of(chooser, tiers)
+    grants = grants_of(chooser, tiers)
     from actstore.auto.controller import AutoController
     from actstore.auto.local import LocalBoard
     from actstore.auto.steps import Steps
 
     steps = Steps(model, ledger, sets_window=sets_window)
     if chooser.group is None:
-        return AutoController(steps, LocalBoard(steps, wish, pairs, switch))
+        return AutoController(steps, LocalBoard(steps, grants, pairs, switch))
     from actstore.auto.group import GroupBoard
     from actstore.auto.group_store import GroupStore
 
-    return AutoController(steps, GroupBoard(steps, wish, GroupStore(chooser.group, chooser.wait_s)))
+    return AutoController(steps, GroupBoard(steps, grants, GroupStore(chooser.group, chooser.wait_s)))
 
 
-def wish_of(auto: Auto, tiers: dict[str, TierOptions]) -> Wish:
+def grants_of(auto: Auto, tiers: dict[str, TierOptions]) -> Grants:
     """Return the limits of a plan. A disk without a budget is not used."""
     host, disk = tiers.get("host"), tiers.get("disk")
-    return Wish(
+    return Grants(
         auto.budget_nbytes,
         None if host is None else host.budget_nbytes,
         0 if disk is None else disk.budget_nbytes or 0,

@@ -20,7 +20,7 @@ from actstore.policy import Auto, parse_chooser
 from actstore.rerun.state import ModelState, require_initialized
 from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.session.activation_store import MIN_NBYTES, ActivationStore
-from actstore.session.controllers import wish_of
+from actstore.session.controllers import grants_of
 from actstore.session.entries import is_active
 from actstore.tiers import Disk, Group, Host, PluginTier, Window
 from actstore.tiers.options import read_tiers
@@ -91,10 +91,10 @@ def replan(profile: Profile, policy: Auto, tiers: Iterable[Group | Host | Disk |
     CapacityError : no plan fits into the budget; the message names the smallest possible budget
     ConfigError : an invalid option
     """
-    wish = wish_of(policy, read_tiers(tiers)[0])
-    chain = chain_of(profile, wish.max_noise)
-    limits = limits_of(wish.device, wish.host, wish.disk, wish.max_noise)
-    return plan_of(profile, chain, solve_step(chain, limits), wish, 0.0, ())
+    grants = grants_of(policy, read_tiers(tiers)[0])
+    chain = chain_of(profile, grants.max_noise)
+    limits = limits_of(grants.device, grants.host, grants.disk, grants.max_noise)
+    return plan_of(profile, chain, solve_step(chain, limits), grants, 0.0, ())
 
 
 def _read_auto(budget: Any) -> Auto:

@@ -24,11 +24,11 @@ from actstore.inspection.fit.work import Work
 from actstore.plan.decisions import rules_of
 from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import Links
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.session.entries import StoreEntry
 from actstore.store.observers import Gauge
 
-EVERYTHING = Wish(0, None, 0, 0.0)  # limits that leave no decision out, but for those on a disk and lossy ones
+EVERYTHING = Grants(0, None, 0, 0.0)  # limits that leave no decision out, but for those on a disk and lossy ones
 
 
 class ProfiledStore(DryStore):

@@ -15,9 +15,9 @@ from torch._inductor.utils import fresh_cache
 from actstore import ActivationStore, Auto, Disk, Window
 from actstore.compiled.budget import lane
 from actstore.errors import CapacityError
-from actstore.plan.values import Wish
+from actstore.plan.values import Grants
 from actstore.session import compiling
-from actstore.session.controllers import wish_of
+from actstore.session.controllers import grants_of
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.compiled.budget.test_budget import OUTSIDE_NBYTES, measured
 from tests.compiled.models import BATCHES, Deep, compiled, gradients, make, plain
@@ -197,12 +197,12 @@ def test_a_forward_outside_of_the_store_waits_in_memory() -> None:
 
 def test_the_tier_is_host_memory_beside_an_accelerator_and_else_a_disk_that_is_granted() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    every, none = Wish(1, None, 7, 0.0), Wish(1, 0, 0, 0.0)
+    every, none = Grants(1, None, 7, 0.0), Grants(1, 0, 0, 0.0)
     assert compiling.tier_of(every, Window(), gpu) == ("host", inf)
-    assert compiling.tier_of(Wish(1, 5, 7, 0.0), Window(), gpu) == ("host", 5)
-    assert compiling.tier_of(Wish(1, 0, 7, 0.0), Window(), gpu) == ("disk", 7)
+    assert compiling.tier_of(Grants(1, 5, 7, 0.0), Window(), gpu) == ("host", 5)
+    assert compiling.tier_of(Grants(1, 0, 7, 0.0), Window(), gpu) == ("disk", 7)
     assert compiling.tier_of(every, Window(), cpu) == ("disk", 7)
     assert compiling.tier_of(every, Window(when_full="spill"), gpu) is None
-    assert compiling.tier_of(wish_of(Auto("1GiB"), {"disk": Disk()}), Window(), cpu) is None, "no budget of the disk"
+    assert compiling.tier_of(grants_of(Auto("1GiB"), {"disk": Disk()}), Window(), cpu) is None, "no budget of the disk"
     assert compiling.tier_of(none, Window(), gpu) is compiling.tier_of(none, Window(), cpu) is None
     assert compiling.windows_of(Window("48MiB"), gpu) == (32 * MIB, 48 * MIB)
