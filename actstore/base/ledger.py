@@ -69,7 +69,11 @@ class Transient(NamedTuple):
 
 
 class Account:
-    """The figures of one site, in bytes; `count` in tensors, times in ns. Changed by its ledger and its engine only."""
+    """The figures of one site, in bytes; `count` in tensors, times in ns.
+
+    The ledger books bytes and times; the hooks note the decision, and the reason where it was not followed. `route` and
+    `precedent` are caches of the store and of the hooks: here because each saved tensor finds its account first.
+    """
 
     __slots__ = (
         "alive",

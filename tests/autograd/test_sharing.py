@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, Encode
-from actstore.base import sameness
 from actstore.base.spec import Spec
 from actstore.policy.options import codec_text
+from actstore.store import comparison
 from tests.autograd.checks import check_same, gc_off
 from tests.autograd.sharing import comparisons, square, store_of, stored_bytes
 from tests.codecs.test_contract import CODECS, dtype_for
@@ -240,15 +240,15 @@ def test_a_function_that_writes_before_it_saves(policy):
 
 
 def test_differences_on_a_device(monkeypatch):
-    monkeypatch.setattr(sameness, "CHUNK_WORDS", 16)
+    monkeypatch.setattr(comparison, "CHUNK_WORDS", 16)
     for nbytes in (0, 1, 7, 8, 9, 1023, 1024):
         memory = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-        assert not sameness.difference_on_device(memory, memory.clone())
+        assert not comparison.difference_on_device(memory, memory.clone())
         for place in range(0, nbytes, 101):
             changed = memory.clone()
             changed[place] += 1
-            assert sameness.difference_on_device(memory, changed)
-            assert not sameness.same_on_host(memory.data_ptr(), changed.data_ptr(), nbytes)
+            assert comparison.difference_on_device(memory, changed)
+            assert not comparison.same_on_host(memory.data_ptr(), changed.data_ptr(), nbytes)
 
 
 def test_nothing_is_left():
