@@ -304,6 +304,50 @@ def hot_paths() -> tuple[list[str], Lines]:
     return ["a tensor of 4 KB, or a block", "pack, us", "unpack, us", "both, us"], lines
 
 
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g} %"
+
+
+NETWORKS = {"ResNet of the benchmark": "the benchmark's ResNet"}
+
+
+def signs() -> tuple[list[str], Lines]:
+    """Gradient errors of networks under lossy codecs, with signs rounded and kept."""
+    lines: dict[str, list[str]] = {}
+    for row in file(f"{EPYC}/decisions")["errors"]:
+        if row["codec"] in ("int8", "int4"):
+            cells = lines.setdefault(row["network"], [NETWORKS.get(row["network"], row["network"])])
+            cells.append(f"{_percent(row['rounded'])}, {_percent(row['kept'])}")
+    return ["activation", "`int8`", "`int4`"], list(lines.values())
+
+
+def recomputed() -> tuple[list[str], Lines]:
+    """Gradient errors of networks whose blocks run again from lossy inputs, deciding anew and repeating decisions."""
+    lines: dict[str, list[str]] = {}
+    for row in file(f"{EPYC}/decisions")["recomputed"]:
+        cells = lines.setdefault(row["network"], [NETWORKS.get(row["network"], row["network"])])
+        cells += [_percent(row["anew"]), _percent(row["repeated"]), f"{100 * row['bytes'] - 100:+.0f} %"]
+    header = ["`recompute(int8)`: anew", "repeated", "bytes", "`recompute(int4)`: anew", "repeated", "bytes"]
+    return ["activation", *header], list(lines.values())
+
+
+def _routed(run: Row) -> str:
+    if run["error"] is None:
+        return "an exception: shapes differ"
+    moved = f", {run['rerouted']} of {run['tokens']:,} tokens rerouted" if "rerouted" in run else ""
+    return _percent(run["error"]) + moved
+
+
+def experts() -> tuple[list[str], Lines]:
+    """Gradient errors of a mixture of experts, and the tokens that a second run sends to other experts."""
+    rows = file(f"{EPYC}/decisions")["routed"]
+    kinds = ("once", "anew", "repeated")
+    lines = [
+        [row["each expert computes"], f"`{row['codec']}`", *(_routed(row[kind]) for kind in kinds)] for row in rows
+    ]
+    return ["each expert computes", "codec", "not recomputed", "recomputed, anew", "recomputed, repeated"], lines
+
+
 TABLES: dict[str, Callable[[], tuple[list[str], Lines]]] = {
     "costs": costs,
     "codecs": lossy_codecs,
@@ -318,4 +362,7 @@ TABLES: dict[str, Callable[[], tuple[list[str], Lines]]] = {
     "overlap, EPYC": lambda: _overlap(EPYC),
     "overlap, Xeon": lambda: _overlap("intel-xeon-2-cores"),
     "hot paths": hot_paths,
+    "signs": signs,
+    "recomputed": recomputed,
+    "experts": experts,
 }
