@@ -65,7 +65,8 @@ def test_durations_of_reports_are_added_by_function(tmp_path):
     report.write_text(
         '<testsuites><testsuite><testcase classname="tests.a.test_b" name="test_c[x-[1]]" time="1.5"/>'
         '<testcase classname="tests.a.test_b" name="test_c[y]" time="0.25"/>'
-        '<testcase classname="tests.a.test_b.TestC" name="test_d" time="2"/></testsuite></testsuites>'
+        '<testcase classname="tests.a.test_b.TestC" name="test_d" time="2"/>'
+        '<testcase classname="" name="tests.a.test_skipped" time="0"/></testsuite></testsuites>'
     )
     once = {"tests/a/test_b.py::test_c": Duration(1.75, 2), "tests/a/test_b.py::TestC::test_d": Duration(2.0, 1)}
     assert measured([report]) == once
