@@ -9,10 +9,13 @@ bits. A call without a name, as in ``map(torch.abs, xs)``, may decide by anythin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dis
+from collections.abc import Callable, Iterator, Set
+from inspect import getattr_static, unwrap
+from itertools import pairwise
 from math import inf
 from sys import _getframe
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,10 +24,9 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Function
 from torch.nn import functional
 
-from actstore.autograd.functions import chooses
 from actstore.autograd.protect import TRANSPARENT
-from actstore.autograd.sensitive import BY_RESULT, DECIDE_BY_SIGN, DECIDE_BY_VALUE, POLES
-from actstore.base.call_site import last_number, operator_name
+from actstore.autograd.sensitive import BY_RESULT, CHOICES, COMPARISONS, DECIDE_BY_SIGN, DECIDE_BY_VALUE, POLES, SIGNS
+from actstore.base.call_site import last_number, number_before, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
@@ -279,3 +281,70 @@ def _by_result(tensor: Tensor, producer: str) -> str:
             break
         producer = node.name()
     return _UNKNOWN if producer in ("", "CopySlices") else ""
+
+
+_MAX_DEPTH = 4  # of functions that backward calls
+_MAX_CODES = 1024  # whose answers are remembered; beyond, all are forgotten
+# Operators that choose or divide, or whose own derivative does, beside those whose backward does.
+_CHOOSE = (
+    CHOICES | COMPARISONS | SIGNS | frozenset(POLES)
+    | {"//", "int", "long", "item", "tolist", "relu", "relu6", "leaky_relu", "hardswish", "hardsigmoid"}
+)  # fmt: skip
+_known: dict[CodeType, bool] = {}
+
+
+def chooses(function: Any, deciders: Set[str]) -> bool:
+    """Return whether the backward of a Function compares anything, or calls an operator that decides or divides.
+
+    Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere.
+
+    Parameters
+    ----------
+    function : the class
+    deciders : names of operators whose backward decides or divides
+    """
+    backward = _plain(getattr_static(function, "backward", None))
+    if backward is None:
+        return False
+    code = backward.__code__
+    found = _known.get(code)
+    if found is None:
+        if len(_known) >= _MAX_CODES:
+            _known.clear()
+        names = deciders | _CHOOSE
+        found = _known[code] = any(_chooses(each, names) for each in _codes(backward, function, _MAX_DEPTH))
+    return found
+
+
+def _plain(value: Any) -> FunctionType | None:
+    """Return the Python function under decorators; None for anything else."""
+    function = unwrap(getattr(value, "__func__", value)) if callable(getattr(value, "__func__", value)) else None
+    return function if isinstance(function, FunctionType) else None
+
+
+def _codes(function: FunctionType, owner: Any, depth: int) -> Iterator[CodeType]:
+    """Yield the code of a function, of those inside of it, and of those of its module and its class that it names."""
+    codes = [function.__code__]
+    for code in codes:
+        yield code
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for name in code.co_names if depth else ():
+            called = _plain(function.__globals__.get(name) or getattr_static(owner, name, None))
+            if called is not None and called is not function:
+                yield from _codes(called, owner, depth - 1)
+
+
+def _chooses(code: CodeType, names: Set[str]) -> bool:
+    if any(name.strip("_") in names for name in code.co_names):
+        return True
+    return any(
+        each.opname == "COMPARE_OP"
+        or (each.opname == "BINARY_OP" and each.argrepr.removesuffix("=") in names and not _is_smooth(before, each))
+        for before, each in pairwise(dis.get_instructions(code))
+    )
+
+
+def _is_smooth(before: dis.Instruction, operator: dis.Instruction) -> bool:
+    """Return whether an operator of Python is a quotient or a power by a number that leaves it without a pole."""
+    number, name = number_before([before, operator]), operator.argrepr.removesuffix("=")
+    return number is not None and ((name == "/" and number != 0) or (name == "**" and number >= 1))

@@ -25,7 +25,6 @@ from actstore.autograd.derived import Derived, find_recipe, is_masked, is_plain,
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
 from actstore.autograd.originals import return_originals
-from actstore.autograd.producers import operator_of
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT, is_of_weight_hook
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import is_whole
@@ -35,6 +34,7 @@ from actstore.autograd.unpack import COMPILER, Handle, is_ours, turns
 from actstore.autograd.verdict import Facts, judge, mask_codec, note_of, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.note import DERIVED, FOLLOWED, Note
+from actstore.base.operators import producer_of
 from actstore.base.spec import Site, Spec
 from actstore.base.storage import free_weak, hold_weak
 from actstore.base.tracing import is_traced
@@ -353,7 +353,7 @@ class Scope:
         site, looked = account.site, 0
         if self._asks_operators:
             known = tensor if outer is None else outer
-            account.operator, looked = operator_of(known, MAX_NODES_INSPECTED - self._looked)
+            account.operator, looked = producer_of(known, MAX_NODES_INSPECTED - self._looked)
             site = replace(site, operator=account.operator)
         target = target_of(self._policy(site, Spec.of(tensor)))
         self._looked += looked if target is None else max(looked - 1, 0)  # the first node is looked at again

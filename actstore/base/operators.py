@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the nodes of leaves
@@ -62,3 +64,20 @@ def node_of(name: str) -> str:
     """Return the name that PyTorch's generator of code gives to the nodes of an operator."""
     words = "".join(word.title() for word in name.split("_"))
     return f"{words}Backward".replace("ForwardBackward", "Backward")
+
+
+def producer_of(tensor: Tensor, most: int) -> tuple[str, int]:
+    """Return the operator that has made the values of a tensor, and the number of nodes that this inspected.
+
+    The operator is such as ``aten.gelu``. Views, copies and casts pass values on: it is the one before them. It is
+    empty where the tensor has no node, or that of no operator of PyTorch, or where `most` nodes do not lead to it.
+    """
+    node: Any = tensor.grad_fn
+    for looked in range(most):
+        if node is None:
+            return "", looked
+        operator = operator_of_node(node.name())
+        if operator not in PASSING:
+            return operator and f"aten.{operator}", looked + 1
+        node = node.next_functions[0][0]
+    return "", most

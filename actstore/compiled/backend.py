@@ -55,8 +55,8 @@ class GraphBackend:
         if reason:
             warnings.warn(f"compiled without the store's policy: {reason}.", RuntimeWarning, stacklevel=2)
             return self._compile(graph, inputs, mode, options, None, "")
+        from actstore.compiled.budget_partition import Attempts, OverBudgetError
         from actstore.compiled.partition import DONATES, Partitioner
-        from actstore.compiled.within import Attempts, OverBudgetError
 
         tags = take_marks(graph.graph)
         graph.recompile()
@@ -73,14 +73,14 @@ class GraphBackend:
                 attempts.only_least = True
             fuses = self._inner != EAGER
             partitioner = Partitioner(self._rules, names, self._decompositions, fuses=fuses, attempts=attempts)
-            within = partitioner.within
+            budgeted = partitioner.budget_partition
             try:
                 with torch._functorch.config.patch(settings):
                     compiled = self._compile(graph, inputs, mode, options, partitioner, f"{digest}{number or ''}")
                 break
             except Exception as error:
-                if within is not None and within.refusal:
-                    return partial(_refuse, within.refusal)  # Dynamo would replace an error of now by one of its own
+                if budgeted is not None and budgeted.refusal:
+                    return partial(_refuse, budgeted.refusal)  # Dynamo would replace an error of now by one of its own
                 if again is None or not isinstance(error, OverBudgetError):
                     raise
                 graph = GraphModule(again, deepcopy(again.graph))

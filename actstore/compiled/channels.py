@@ -22,7 +22,7 @@ def channels_last_nodes(forward: GraphModule) -> set[Node]:
     """Return the nodes of a forward graph whose results Inductor lays out so, by its own rule.
 
     A convolution on a CPU does, and what it reads and what reads its result follow. The rule ends at the last
-    convolution: loops behind it write as they read. A wrong guess costs time alone.
+    convolution: loops after it write as they read. A wrong guess costs time alone.
     """
     if not turns_images(forward):
         return set()

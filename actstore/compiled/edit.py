@@ -36,7 +36,7 @@ from actstore.compiled.graph import (
 )
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.sampling import add_sample, is_sample, name_samples
-from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, behind, set_outputs, splice, trace
+from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, place_after, set_outputs, splice, trace
 from actstore.compiled.table import EXTRA, INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table
 from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
 from actstore.compiled.treatment import BITS, Treatment, Treatments, payload_node
@@ -72,7 +72,7 @@ class Editor:
     Parameters
     ----------
     num_outputs : outputs of the forward graph that the region returns
-    decompositions : of operators that the compiler behind takes apart
+    decompositions : of operators that the compiler takes apart
     fuses : whether the compiler is Inductor, which keeps images of some nodes with the channels last in memory
     samples : whether to measure the errors of payloads in the steps that a store samples
     """
@@ -263,7 +263,7 @@ class Editor:
     # -- the graphs ---------------------------------------------------------------------------------------------------
 
     def _after_uses(self, node: Node) -> Node:
-        """Return the node before which the payload of `node` is made: behind the last use of it and of its views."""
+        """Return the node before which the payload of `node` is made: after the last use of it and of its views."""
         users, todo = {node}, [node]
         while todo:
             for user in todo.pop().users:
@@ -271,7 +271,7 @@ class Editor:
                     users.add(user)
                     if name_of(user) in VIEWS | SPLITS or name_of(user) == GETITEM:
                         todo.append(user)
-        return behind(max(users, key=positions(self._forward.nodes).__getitem__))
+        return place_after(max(users, key=positions(self._forward.nodes).__getitem__))
 
     def _copy_to_forward(self, node: Node) -> Node:
         """Return the node of the forward graph that computes what `node` computes in backward from saved tensors."""
@@ -290,7 +290,7 @@ class Editor:
                 continue
             position = positions(self._forward.nodes)
             last = max((known[source] for source in each.all_input_nodes), key=position.__getitem__)
-            with self._forward.inserting_before(behind(last)):
+            with self._forward.inserting_before(place_after(last)):
                 known[each] = self._forward.node_copy(each, known.__getitem__)
             self._originals.add(known[each])
         return known[node]

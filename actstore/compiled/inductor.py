@@ -11,7 +11,7 @@ from torch._inductor import compile_fx, config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
-from actstore.compiled.counted import itemsizes_of
+from actstore.compiled.generated_code import itemsizes_of
 from actstore.compiled.partition import Partitioner
 
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
@@ -23,9 +23,9 @@ def counting(partitioner: Partitioner) -> Callable[..., Any]:
     def compile_and_count(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         names, itemsizes = [node.name for node in gm.graph.find_nodes(op="placeholder")], itemsizes_of(gm.graph)
         compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **options)
-        if partitioner.within is not None and not options.get("is_inference"):
+        if partitioner.budget_partition is not None and not options.get("is_inference"):
             tensors = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
-            partitioner.within.count(
+            partitioner.budget_partition.count(
                 compiled.source_code, itemsizes, tensors, backward=bool(options.get("is_backward"))
             )
         return compiled
@@ -67,11 +67,11 @@ class LoopsApart(_Identified, _SchedulerPass):  # type: ignore[misc]
     """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        within = self._partitioner.within
-        if nodes and within is not None and within.apart is not None:
+        budgeted = self._partitioner.budget_partition
+        if nodes and budgeted is not None and budgeted.apart is not None:
             scheduler = nodes[0].scheduler
             orders = {node.get_name(): node.min_order for node in nodes}
-            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, within.apart, orders)
+            scheduler.can_fuse = partial(_can_fuse, scheduler.can_fuse, budgeted.apart, orders)
             for name in settings_of_plans():
                 setattr(config, name, False)
         return nodes
@@ -107,7 +107,7 @@ def _are_apart(one: Any, other: Any) -> bool:
 
 
 def _writers(node: Any, nbytes: int) -> list[Any]:
-    """Return the loops of a node that write a result of so many bytes, element by element."""
+    """Return the loops of a node that write a result of `nbytes` or more, element by element."""
     from torch._inductor.scheduler import SchedulerNode
 
     loops = [each for each in node.get_nodes() if isinstance(each, SchedulerNode) and not each.is_reduction()]

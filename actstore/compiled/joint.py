@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,17 +14,16 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from actstore.codecs import Raw
-from actstore.compiled.budget.blocks import Blocks
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.lane import MIN_NBYTES, TierLane
 from actstore.compiled.budget.lossy import LossyPayload
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.channels import turns_images
-from actstore.compiled.counted import AroundGraph
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.codecs import graph_codec
-from actstore.compiled.formats.sizes import hint, is_fixed
+from actstore.compiled.formats.sizes import hint, hinted_nbytes, is_fixed
+from actstore.compiled.generated_code import GraphFacts
 from actstore.compiled.graph import (
     GETITEM,
     IMAGES,
@@ -36,10 +36,33 @@ from actstore.compiled.graph import (
     root_of,
     views_between,
 )
+from actstore.devices.cpu_memory import most_counted
 
 MAX_DIMENSIONS = 3  # of tensors whose strides Inductor leaves as they are
 # Inductor makes loops of them, too; PyTorch's partitioner does not know them.
 _SCATTERED = frozenset({"select_scatter", "slice_scatter"})
+
+
+GRAIN_NBYTES = 512  # of the allocators of accelerators
+
+
+class Blocks:
+    """The sizes of the tensors of one graph. An allocator may give a tensor the idle block of a larger one."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        values = [value for node in nodes for value in tree_leaves(node.meta.get("val"))]
+        self._sizes = {hinted_nbytes(value) for value in values if isinstance(value, Tensor)}
+        self._on_cpu = cache(lambda nbytes: most_counted(nbytes, self._sizes))
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """Return the upper bound of what the allocator takes for a tensor."""
+        return self.of(hinted_nbytes(tensor), tensor.device.type)
+
+    def of(self, nbytes: int, kind: str) -> int:
+        """Return the upper bound of what the allocator of a kind of device takes for `nbytes`."""
+        if kind == "cpu":
+            return self._on_cpu(nbytes)
+        return -(-nbytes // GRAIN_NBYTES) * GRAIN_NBYTES
 
 
 class JointReader:
@@ -104,7 +127,7 @@ class JointReader:
         """Return the indices of nodes by their names."""
         return frozenset(index for index, node in enumerate(self.nodes) if node.name in names)
 
-    def surroundings(self, step: RegionStep, found: RegionEvaluation) -> AroundGraph:
+    def facts(self, step: RegionStep, found: RegionEvaluation) -> GraphFacts:
         """Return what the code of the backward graph of a choice does not say."""
         operators = step.operators
         kept = {operators[index].owner for index in step.returned}
@@ -118,7 +141,7 @@ class JointReader:
                 mine = [operators[each] for each in owners if operators[each].late or not operators[each].given]
                 key = name_of(node), sum(each.nbytes for each in mine)
                 workspaces[key] = max(workspaces.get(key, 0), self._measured(node).workspace)
-        return AroundGraph(
+        return GraphFacts(
             sum(operators[owner].nbytes for owner in kept if owner not in found.held),
             {self.nodes[index].name for index in found.saved if operators[index].owner in kept},
             {

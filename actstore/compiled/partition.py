@@ -10,17 +10,17 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
-from actstore.compiled.again import Saved, is_extra, plain_saved, rows_again, saved_by
 from actstore.compiled.budget.plan import GraphPlan
+from actstore.compiled.budget_partition import Attempts, BudgetPartition
 from actstore.compiled.edit import Editor
 from actstore.compiled.graph import boundary_of, outputs_of
 from actstore.compiled.names import NodeNames
+from actstore.compiled.plain_partition import Saved, is_extra, plain_saved, rows_again, saved_by
 from actstore.compiled.recomputed import leave_statistics_out, mark_recomputed
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.splice import Decompositions
 from actstore.compiled.table import PAYLOAD, TOKEN, Table, attach, attach_plan, metadata_of_partition, running_plan
 from actstore.compiled.treater import Treater
-from actstore.compiled.within import Attempts, BudgetPartition
 from actstore.errors import StateError
 
 DONATES = "donated_buffer"  # whether backward may write over what forward has saved: then it cannot run twice
@@ -33,14 +33,14 @@ class Partitioner:
     ----------
     rules : the policy for the region
     names : of its nodes
-    decompositions : returns those of the compiler behind
+    decompositions : returns those of the compiler of the graphs
     fuses : whether that compiler fuses operators
     attempts : of earlier plans under a budget, where the compiler's code is counted
 
     Attributes
     ----------
     table : what the region saves; None until it is partitioned
-    within : the partition under a budget; None for no budget
+    budget_partition : the partition under a budget; None for no budget
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Partitioner:
         attempts: Attempts | None = None,
     ) -> None:
         self.table: Table | None = None
-        self.within = (
+        self.budget_partition = (
             None if rules.budget is None else BudgetPartition(rules.budget, names, fuses=fuses, attempts=attempts)
         )
         self._rules = rules
@@ -67,11 +67,11 @@ class Partitioner:
         plain: Saved = plain_saved(joint, inputs, self._names, options) if self._rules.roots else {}
         mark_recomputed(joint, self._rules, self._names)
         treater = Treater(self._rules, self._names, metadata, options)
-        if self.within is None:
+        if self.budget_partition is None:
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
         else:
-            forward, backward = self.within(joint, inputs, treater, **options)
-            plain = self.within.plain_saved
+            forward, backward = self.budget_partition(joint, inputs, treater, **options)
+            plain = self.budget_partition.plain_saved
         leave_statistics_out(forward, backward, num_outputs)
         try:
             boundary = boundary_of(forward, backward, num_outputs)
@@ -80,7 +80,7 @@ class Partitioner:
             return forward, backward
         if not boundary.tensors or not any(isinstance(node, Node) for node in outputs_of(backward)):
             return forward, backward
-        decisions = {} if self.within is None else self.within.decisions
+        decisions = {} if self.budget_partition is None else self.budget_partition.decisions
         treatments = treater.treat((forward, backward), boundary, lambda root, _: decisions.get(root))
         decompositions, samples = self._decompositions(), self._rules.samples
         editor = Editor(forward, backward, boundary, num_outputs, decompositions, fuses=self._fuses, samples=samples)
@@ -92,16 +92,16 @@ class Partitioner:
             setattr(config, DONATES, False)  # until the backend puts it back; nearly every payload would be one
         if metadata is not None:
             attach(metadata, self.table)
-            if self.within is not None and self.within.plan is not None:
-                attach_plan(metadata, self.within.saved_plan)
+            if self.budget_partition is not None and self.budget_partition.plan is not None:
+                attach_plan(metadata, self.budget_partition.saved_plan)
             metadata.bw_donated_idxs = []  # None would stand for unknown
         return forward, backward
 
     def find(self) -> Table | None:
         """Return the table, as a region saves its first tensor, and tell the budget of the plan."""
         budget = self._rules.budget
-        if budget is not None and self.within is not None:
-            found = self.within.plan
+        if budget is not None and self.budget_partition is not None:
+            found = self.budget_partition.plan
             if found is None and (cached := running_plan()) is not None:
                 found = GraphPlan.from_dict(cached)
             budget.plan = found or budget.plan

@@ -66,8 +66,8 @@ def set_outputs(forward: Graph, outputs: list[Any], num_outputs: int) -> None:
     output.meta.pop("output_stack_traces", None)  # one for each output
 
 
-def behind(node: Node) -> Node:
-    """Return the first node behind `node` where an operator may stand: parts of one result stay close to it."""
+def place_after(node: Node) -> Node:
+    """Return the first node after `node` where an operator may stand: parts of one result stay close to it."""
     following = node.next
     while following.op == "placeholder" or name_of(following) == GETITEM:
         following = following.next

@@ -27,7 +27,7 @@ class SavedRow(NamedTuple):
     exact : whether the codec of the policy is lossy and `note` forbids it
     saved : bytes that would be saved without the store, of the tensor that a payload stands for, 0 for its further
         sections; -1 for a size of the run
-    per_byte : then so many bytes for each byte of this section
+    per_byte : the same for each byte of this section, where `saved` is -1
     tensors : number of them that a payload or tensors that are not saved stand for
     """
 

@@ -41,7 +41,7 @@ def _(payload: Tensor, decision: str, name: str, number: int, readers: int) -> T
 
 @torch.library.custom_op("actstore::ahead", mutates_args=(), schema="(Tensor token) -> Tensor", tags=_AS_IT_IS)
 def ahead(token: Tensor) -> Tensor:
-    """Begin to fetch what backward reads first. The result is for reads, which come after it."""
+    """Start to fetch what backward reads first. The result is for reads, which come after it."""
     tokens.fetch_ahead(token)
     return torch.empty(0)
 
@@ -61,7 +61,7 @@ def read(token: Tensor, after: Tensor, device: torch.device) -> Tensor:
 
 @read.register_fake
 def _(token: Tensor, after: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tokens.shape_behind(token), dtype=token.dtype, device=device)
+    return torch.empty(tokens.payload_shape(token), dtype=token.dtype, device=device)
 
 
 _PUT, _AHEAD, _READ = (getattr(torch.ops.actstore, name).default for name in ("put", "ahead", "read"))
@@ -105,7 +105,7 @@ def count_readers(pairs: Iterable[tuple[Node, Node]]) -> None:
 
 
 def fetch_early(backward: Graph) -> None:
-    """Let a backward graph begin with the fetch of what it reads first. Reads then keep the engine ahead of them."""
+    """Let a backward graph start with the fetch of what it reads first. Reads then keep the engine ahead of them."""
     reads: list[Any] = backward.find_nodes(op="call_function", target=_READ)
     if not reads:
         return

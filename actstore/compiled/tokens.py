@@ -1,6 +1,6 @@
 """Tokens: what a graph saves of a payload that waits in a tier.
 
-A token is a tensor without elements, of the payload's dtype and of its shape behind a dimension of size 0. The memory
+A token is a tensor without elements, of the payload's dtype and of its shape after dimensions of size 0. The memory
 under it belongs to a Python object that owns the payload. So the payload lives as long as any alias of the token, which
 autograd and the graph free as they free any saved tensor.
 """
@@ -92,7 +92,7 @@ def token_shape(tensor: Tensor) -> tuple[int, ...]:
     return *(0,) * _ZEROS, *tensor.shape
 
 
-def shape_behind(token: Tensor) -> torch.Size:
+def payload_shape(token: Tensor) -> torch.Size:
     """Return the shape of the tensor that a token stands for."""
     return token.shape[_ZEROS:]
 
@@ -212,16 +212,16 @@ def put(tensor: Tensor, decision: str, name: str, number: int, readers: int) -> 
 
 def nbytes_of_token(token: Tensor) -> int:
     """Return the bytes of the tensor that became the payload of a token."""
-    return prod(shape_behind(token)) * token.itemsize
+    return prod(payload_shape(token)) * token.itemsize
 
 
 def read(token: Tensor, device: torch.device) -> Tensor:
     """Return what a token stands for, as a new tensor."""
-    return payload_of(token).read(shape_behind(token), token.dtype, device)
+    return payload_of(token).read(payload_shape(token), token.dtype, device)
 
 
 def fetch_ahead(token: Tensor) -> None:
-    """Begin to fetch what backward is expected to read first, within the engine's bounds."""
+    """Start to fetch what backward is expected to read first, within the engine's bounds."""
     payload = payload_of(token)
     if isinstance(payload, TieredPayload) and isinstance(payload.room, Berth):
         payload.room.engine.poll(payload.room.parcel.run)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from actstore import ActivationStore
 from actstore.autograd import sensitive
-from actstore.autograd.functions import chooses
+from actstore.autograd.deciders import chooses
 from actstore.base.operators import aten_names
 
 OF_INDUCTOR = {"prepare_softmax_online", "low_memory_max_pool_with_offsets", "low_memory_max_pool2d_with_offsets"}

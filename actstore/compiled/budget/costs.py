@@ -213,7 +213,7 @@ def _fastest(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _workspace(call: Callable[[], Any], device: torch.device) -> int:
-    """Return the most bytes that exist during a call, less those that exist after it; 0 while a profiler runs."""
+    """Return the peak memory of a call, less what exists after it; 0 while a profiler runs."""
     counted = most_during(call) if device.type == "cpu" else None
     if counted is not None:
         return counted

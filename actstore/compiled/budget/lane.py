@@ -1,6 +1,6 @@
 """The way of saved tensors to a tier and back: the time that it adds to a step, and the bytes that wait on the device.
 
-Copies run beside the operators, and share the rate of the tier. In forward a tensor leaves behind the last operator
+Copies run beside the operators, and share the rate of the tier. In forward a tensor leaves after the last operator
 that reads it, as soon as the window has room. In backward the payloads come back in the order in which they are read,
 as far ahead as the window admits.
 
@@ -27,9 +27,9 @@ class Payloads(NamedTuple):
 
     Attributes
     ----------
-    places : position of the operator behind which each leaves, or before which each is read, and its bytes, in order
+    places : position of the operator after which each leaves, or before which each is read, and its bytes, in order
     times : ms of the operators
-    opens : whether a copy may begin while the operator runs
+    opens : whether a copy may start while the operator runs
     """
 
     places: Sequence[tuple[int, int]]
@@ -41,7 +41,7 @@ class Payloads(NamedTuple):
         return [0.0, *accumulate(self.times)]
 
     def openings(self) -> list[float]:
-        """Return the time from which on a copy may begin that is queued before an operator, or at the end."""
+        """Return the time from which on a copy may start that is queued before an operator, or at the end."""
         found = self.begins()
         for at in range(len(self.times) - 1, -1, -1):
             if not self.opens[at]:
@@ -56,7 +56,7 @@ class Moved(NamedTuple):
     ----------
     ms : time that they add
     waiting : bytes of payloads in the buffers of the engine
-    after_ms : time for which copies go on behind the graph
+    after_ms : time for which copies go on after the graph
     """
 
     ms: list[float]
@@ -66,7 +66,7 @@ class Moved(NamedTuple):
 
 @dataclass(eq=False)
 class _CopyInFlight:
-    """A copy of so many bytes, of which some are left, that may begin at some time."""
+    """A copy in flight: its bytes, the bytes that are left, and the time from which on it may start."""
 
     nbytes: int
     left: float
@@ -74,7 +74,7 @@ class _CopyInFlight:
 
 
 class _Copies:
-    """Copies in one direction, which begin at `since` at the earliest. All that have begun share the rate."""
+    """Copies in one direction, which start at `since` at the earliest. All that have started share the rate."""
 
     def __init__(self, rate: float, since: float = 0.0) -> None:
         self._rate = rate
@@ -82,7 +82,7 @@ class _Copies:
         self.running: list[_CopyInFlight] = []
 
     def add(self, nbytes: int, begin: float) -> _CopyInFlight:
-        """Queue a copy that may begin at some time."""
+        """Queue a copy that may start at a time."""
         copy = _CopyInFlight(nbytes, nbytes, begin)
         self.running.append(copy)
         return copy
@@ -94,7 +94,7 @@ class _Copies:
         self._now = max(self._now, until)
 
     def wait(self, copy: _CopyInFlight, now: float) -> float:
-        """Return the end of a copy, or `now`. Where the step waits for it from `now` on, all may begin meanwhile."""
+        """Return the end of a copy, or `now`. Where the step waits for it from `now` on, all may start meanwhile."""
         self.run(now)
         if copy in self.running:
             for other in self.running:
@@ -132,7 +132,7 @@ class TierLane:
     Attributes
     ----------
     tier : its name in policies
-    limit : most bytes in it
+    limit : upper bound of the bytes in it
     out, back : rates of copies
     copy : rate at which the compute device fills a buffer
     windows : bytes that may be on their way out, or wait for backward: a plan chooses one, the first is the smallest

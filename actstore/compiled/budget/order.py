@@ -84,7 +84,7 @@ def ordered(operators: Sequence[Operator], run: Sequence[int], unwritten: Set[in
 
 
 def _together(operators: Sequence[Operator], run: Sequence[int]) -> list[int]:
-    """Return the order with all results of an operator taken out right behind it: until then it holds each of them."""
+    """Return the order with all results of an operator taken out right after it: until then it holds each of them."""
     results = defaultdict[int, list[int]](list)
     for index in run:
         if (source := _taken_from(operators, index)) is not None:

@@ -41,8 +41,8 @@ class RegionBudget:
 
     Attributes
     ----------
-    nbytes : most bytes that the model may allocate in a step
-    tier : where saved tensors may wait as well, with the most bytes there; None for nowhere
+    nbytes : upper bound of what the model may allocate in a step
+    tier : where saved tensors may wait as well, with the upper bound of its bytes there; None for nowhere
     windows : that a plan may choose from
     lane_of : returns the way there from a device, measured once
     lossy : modules whose saved tensors may be encoded with a loss; None for none
@@ -76,8 +76,8 @@ class GraphPlan:
 
     Attributes
     ----------
-    budget : most bytes that the region may allocate in a step
-    predicted_peak : most bytes of the plan at any moment; under Inductor as counted in the code that it wrote
+    budget : upper bound of what the region may allocate in a step
+    predicted_peak : peak of the plan; under Inductor as counted in the code that it wrote
     held : bytes that forward leaves for backward on the device
     predicted_ms : time of the operators of a step
     plain_peak, plain_held, plain_ms : the same of what PyTorch itself saves

@@ -52,7 +52,7 @@ class RegionEvaluation:
         return sum(map(sum, self.times))
 
     def with_masks(self, nbytes: int) -> RegionEvaluation:
-        """Return the same, where forward also saves so many bytes of masks."""
+        """Return the same, where forward also saves masks of `nbytes`."""
         forward, backward = ([now + nbytes for now in live] for live in self.live)
         return replace(self, live=(forward, backward)) if nbytes else self
 
@@ -146,7 +146,7 @@ class RegionStep:
 
         out = lane.leave(payloads(0, found.forward, last), window)
         back = lane.come(payloads(1, found.backward, begin), window, out.after_ms)
-        absent = [0] * (len(found.forward) + 1), [0] * (len(found.backward) + 1)  # changes behind each operator
+        absent = [0] * (len(found.forward) + 1), [0] * (len(found.backward) + 1)  # changes after each operator
         absent[1][0] = sum(gone.values())
         for owner, nbytes in gone.items():
             absent[0][last[owner] + 1] += nbytes

@@ -11,7 +11,7 @@ from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 
 MAX_UNITS = 48
 MIN_UNIT_SHARE = 0.5 / MAX_UNITS  # of the saved bytes
-NARROW_SHARE = 0.6  # of the most bytes that pass a place of the units on both sides
+NARROW_SHARE = 0.6  # of the peak of the bytes that pass a place of the units on both sides
 MAX_OPTIONS = 7  # of a unit
 SMALL_SHARE = 1e-3  # of the peak: results of no more bytes, such as the statistics of a norm, are always saved
 
@@ -22,7 +22,7 @@ class RegionUnit:
 
     Attributes
     ----------
-    first, last : indices of the joint graph: the first operator, and the first one behind
+    first, last : indices of the joint graph: the first operator, and the first one after the unit
     inputs : tensors that pass from earlier operators to these and to later ones
     options : tensors that are saved of the unit, by option, beside the inputs of all units; the first one is plain's.
         Each has the small ones
@@ -61,7 +61,7 @@ def small_of(step: RegionStep, plain: RegionEvaluation) -> frozenset[int]:
 
 
 class _Passing:
-    """Tensors of forward by the place where they exist: made before it, and read at it or behind it."""
+    """Tensors of forward by the place where they exist: made before it, and read at it or after it."""
 
     def __init__(self, step: RegionStep) -> None:
         operators = step.operators

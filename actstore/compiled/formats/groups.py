@@ -43,7 +43,7 @@ class Grouping:
 
     @property
     def crosses_rows(self) -> bool:
-        """True where groups begin and end inside of rows."""
+        """True where groups start and end inside of rows."""
         return len(self.tail) > 1
 
     def rows(self, tensor: Tensor) -> Tensor:

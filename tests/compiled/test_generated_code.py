@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from actstore.compiled.counted import AroundGraph, itemsizes_of, peak_of
+from actstore.compiled.generated_code import GraphFacts, itemsizes_of, peak_of
 
-ALONE = AroundGraph(0, frozenset(), {}, lambda nbytes: nbytes, {}, {}, {}, int)
+ALONE = GraphFacts(0, frozenset(), {}, lambda nbytes: nbytes, {}, {}, {}, int)
 
 
-def peak(body: str, around: AroundGraph = ALONE, **inputs: int) -> int | None:
+def peak(body: str, around: GraphFacts = ALONE, **inputs: int) -> int | None:
     lines = dedent(body).strip().splitlines()
     source = "class Runner:\n    def call(self, args):\n" + "".join(f"        {line}\n" for line in lines)
     return peak_of(source, inputs, around)

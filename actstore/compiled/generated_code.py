@@ -1,4 +1,4 @@
-"""The most bytes of a graph that Inductor has compiled, counted in the code that it wrote."""
+"""Peak memory of a graph that Inductor has compiled, counted in the code that it wrote."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _PUT, _READ = "torch.ops.actstore.put.default", "torch.ops.actstore.read.default
 _TOKEN = re.compile(r"(.+)_payload_put(_\d+)?")  # as `Editor` names the placeholders of the backward graph
 
 
-class AroundGraph(NamedTuple):
-    """Figures of a graph that its code does not have.
+class GraphFacts(NamedTuple):
+    """Facts of a graph that are absent from its generated code.
 
     Attributes
     ----------
     kept : bytes that exist all the time
     lasting : names of inputs that exist after the graph, too
     owners : names and bytes of the tensors whose memory inputs are, by name
-    nbytes_of : returns the bytes that the allocator takes for so many
+    nbytes_of : returns the bytes that the allocator takes for a number of bytes
     itemsizes : of results whose code says a shape alone, by their shapes
     workspaces : bytes that an operator needs beside its results, by its name and the bytes of its inputs
     away : bytes of what waits in a tier, by the name of its node
-    buffers : returns the bytes in buffers while so many of them are on their way, or about to be
+    buffers : returns the bytes in buffers while a number of bytes is on its way, or about to be
     """
 
     kept: int
@@ -47,7 +47,7 @@ class AroundGraph(NamedTuple):
     away: Mapping[str, int]
     buffers: Callable[[int], int]
 
-    def of_graph(self, itemsizes: Mapping[tuple[int, ...], int], copies: Set[str]) -> AroundGraph:
+    def of_graph(self, itemsizes: Mapping[tuple[int, ...], int], copies: Set[str]) -> GraphFacts:
         """Return the same of a graph as it is compiled.
 
         itemsizes : of its results, by their shapes
@@ -56,7 +56,7 @@ class AroundGraph(NamedTuple):
         owners = {name: owner for name, owner in self.owners.items() if name not in copies}
         return self._replace(itemsizes=itemsizes, owners=owners)
 
-    def of_forward(self) -> AroundGraph:
+    def of_forward(self) -> GraphFacts:
         """Return the same of the forward graph, whose inputs belong to the caller."""
         return self._replace(kept=0, lasting=frozenset())
 
@@ -71,8 +71,8 @@ def itemsizes_of(graph: Graph) -> dict[tuple[int, ...], int]:
     return found
 
 
-def peak_of(source: str, inputs: Mapping[str, int], around: AroundGraph) -> int | None:
-    """Return the most bytes that exist at once while the code of a graph runs; None for code of another form.
+def peak_of(source: str, inputs: Mapping[str, int], facts: GraphFacts) -> int | None:
+    """Return the peak of the bytes that exist while the code of a graph runs; None for code of another form.
 
     inputs : bytes of those that the graph is the last to hold, by name
     """
@@ -81,7 +81,7 @@ def peak_of(source: str, inputs: Mapping[str, int], around: AroundGraph) -> int 
         return None
     try:
         statements = list(_statements(calls[0].body))
-        count = _Count(inputs, around, statements)
+        count = _Count(inputs, facts, statements)
         for statement in statements:
             count.run(statement)
     except _OtherForm:
@@ -104,13 +104,13 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 class _Count:
     """The tensors that exist, by the names that refer to them."""
 
-    def __init__(self, inputs: Mapping[str, int], around: AroundGraph, statements: Sequence[ast.stmt]) -> None:
-        self._around = around
+    def __init__(self, inputs: Mapping[str, int], facts: GraphFacts, statements: Sequence[ast.stmt]) -> None:
+        self._facts = facts
         self._nbytes: dict[int, int] = {}
         owners: dict[str, int] = {}
         self._memory: dict[str, set[int]] = {}
         for name, nbytes in inputs.items():
-            owner, whole = around.owners.get(name, (name, nbytes))
+            owner, whole = facts.owners.get(name, (name, nbytes))
             number = owners.setdefault(owner, len(owners))
             self._nbytes[number] = whole
             self._memory[name] = {number}
@@ -128,7 +128,7 @@ class _Count:
         self._workspace = 0
         reads = [each.value for each in statements if isinstance(each, ast.Assign) and _name_of(each.value) == _READ]
         self._moving = sum(map(self._payload, reads))  # bytes that have left, or are to come back
-        self.peak = around.kept + sum(self._nbytes.values()) + around.buffers(self._moving)
+        self.peak = facts.kept + sum(self._nbytes.values()) + facts.buffers(self._moving)
 
     def run(self, statement: ast.stmt) -> None:
         self._workspace = 0
@@ -141,8 +141,8 @@ class _Count:
                 self._assign(target.id, statement.value)
         if isinstance(statement, ast.Assign | ast.Expr) and isinstance(statement.value, ast.Call):
             self._workspace = max(self._workspace, self._workspace_of(statement.value))
-        now = self._around.kept + sum(self._nbytes[number] for number in set().union(*self._memory.values()))
-        self.peak = max(self.peak, now + self._workspace + self._around.buffers(self._moving))
+        now = self._facts.kept + sum(self._nbytes[number] for number in set().union(*self._memory.values()))
+        self.peak = max(self.peak, now + self._workspace + self._facts.buffers(self._moving))
 
     def _assign(self, name: str, value: ast.expr) -> None:
         called = _name_of(value)
@@ -176,15 +176,15 @@ class _Count:
         shape = self._shapes[name]
         if shape is None:
             raise _OtherForm
-        return prod(shape) * self._around.itemsizes.get(shape, 8)
+        return prod(shape) * self._facts.itemsizes.get(shape, 8)
 
     def _new(self, nbytes: int) -> int:
         number = len(self._nbytes)
-        self._nbytes[number] = self._around.nbytes_of(nbytes) if nbytes else 0
+        self._nbytes[number] = self._facts.nbytes_of(nbytes) if nbytes else 0
         return number
 
     def _forget(self, name: str) -> None:
-        if name not in self._around.lasting:
+        if name not in self._facts.lasting:
             self._memory.pop(name, None)
 
     def _workspace_of(self, call: ast.Call) -> int:
@@ -192,16 +192,16 @@ class _Count:
         called = [part for part in _name_of(call).split(".") if part not in ("default", "out")][-1]
         arguments = [call.args[at] for at in IMAGES[called]] if called in IMAGES else call.args
         numbers = set[int]().union(*map(self._numbers_in, arguments))
-        known = {each: nbytes for (name, each), nbytes in self._around.workspaces.items() if name == called}
+        known = {each: nbytes for (name, each), nbytes in self._facts.workspaces.items() if name == called}
         return known.get(sum(self._nbytes[number] for number in numbers), max(known.values(), default=0))
 
     def _payload(self, read: ast.expr) -> int:
         """Return the bytes of what waits under the token of a read."""
         assert isinstance(read, ast.Call)
         found = _TOKEN.fullmatch(_name(read.args[0]))
-        if found is None or found[1] not in self._around.away:
+        if found is None or found[1] not in self._facts.away:
             raise _OtherForm
-        return self._around.away[found[1]]
+        return self._facts.away[found[1]]
 
     def _numbers_in(self, argument: ast.expr) -> set[int]:
         """Return the memory that an argument refers to."""

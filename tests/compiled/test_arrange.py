@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from actstore.compiled.copies import copy_for_readers
+from actstore.compiled.arrange import copy_for_readers
 from actstore.compiled.graph import name_of
 
 ELEMENTWISE = frozenset({"sigmoid", "mul", "rsub", "exp", "neg"})

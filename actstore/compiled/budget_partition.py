@@ -18,19 +18,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
 from actstore.codecs import Raw
-from actstore.compiled.again import Saved, copied, saved_by
-from actstore.compiled.arrange import arrange, write_in_place
+from actstore.compiled.arrange import arrange, copy_for_readers, write_in_place
 from actstore.compiled.budget.costs import Costs
 from actstore.compiled.budget.ladder import PlanLadder, Rung, ladder_of
 from actstore.compiled.budget.lossy import LossyPayload
 from actstore.compiled.budget.plan import GraphPlan, GraphUnit, RegionBudget
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from actstore.compiled.copies import copy_for_readers
-from actstore.compiled.counted import AroundGraph, peak_of
 from actstore.compiled.formats.sizes import hinted_nbytes
+from actstore.compiled.generated_code import GraphFacts, peak_of
 from actstore.compiled.graph import outputs_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
+from actstore.compiled.plain_partition import Saved, copied, saved_by
 from actstore.compiled.treater import Graphs, Treater
 from actstore.errors import CapacityError, ConfigError
 from actstore.policy import Encode, Offload
@@ -39,7 +38,7 @@ FUSED_MARGIN = 0.1  # of the peak: what loops hold beyond the model of them, whe
 LEAST_MARGIN = 0.01  # of what a refusal names: times differ from run to run, and so do plans
 APART_SHARE = 1 / 256  # of the budget
 SHARES = 0.9, 0.5  # of saved bytes: PyTorch's partitioner then recomputes what it else takes for too expensive
-REFUSED_RUNGS = 8  # the last ones, of which one is what a refusal names
+REFUSED_RUNGS = 8  # the last ones, tried before the budget is refused
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Attempts:
 
     Attributes
     ----------
-    ratio : the most of the bytes of what it wrote over those of the plan
+    ratio : the largest quotient of the peak of its code and that of the plan
     only_least : whether the plan of the least memory is the only one left
     choices : of the region
     """
@@ -111,7 +110,7 @@ class BudgetPartition:
     ----------
     budget : of the region
     names : of its nodes
-    fuses : whether the compiler behind fuses operators
+    fuses : whether the compiler of the graphs fuses operators
     attempts : of a compiler whose code is counted; None for any other compiler
 
     Attributes
@@ -139,7 +138,7 @@ class BudgetPartition:
         self._names = names
         self._fuses = fuses
         self._attempts = attempts
-        self._around: AroundGraph | None = None
+        self._facts: GraphFacts | None = None
         self._predicted = self._counted = 0
         self._strides: dict[str, Any] = {}  # of what the caller brings
 
@@ -169,7 +168,7 @@ class BudgetPartition:
         attempts = self._attempts
         only_least = attempts is not None and attempts.only_least
         if self._needed(found) <= self._budget and not only_least:
-            self._set_plan(self._plan(found, found, 0, "", ()), reader.surroundings(step, found))
+            self._set_plan(self._plan(found, found, 0, "", ()), reader.facts(step, found))
             return plain
         choices = None if attempts is None else attempts.choices
         if choices is None or choices.exact != step:
@@ -218,9 +217,9 @@ class BudgetPartition:
         return _Partitioned(rung, graphs, found, payloads)
 
     def _chosen(self, whole: _Joint, choices: Choices, chosen: _Partitioned) -> Graphs:
-        """Return the graphs of a plan, with what the compiler behind must respect."""
+        """Return the graphs of a plan, with what the compiler must respect."""
         step, reader, graphs, found = choices.step, whole.reader, chosen.graphs, chosen.found
-        self._set_plan(self._described(choices, chosen, reader), reader.surroundings(step, found))
+        self._set_plan(self._described(choices, chosen, reader), reader.facts(step, found))
         if step.lane is not None:
             waits = Offload(Raw(), (step.lane.tier,))
             self.decisions |= {reader.nodes[owner].name: waits for owner in found.away}
@@ -234,8 +233,8 @@ class BudgetPartition:
         graphs[1].recompile()
         return graphs
 
-    def _set_plan(self, plan: GraphPlan, around: AroundGraph) -> None:
-        self.plan, self._around, self._predicted = plan, around, plan.predicted_peak
+    def _set_plan(self, plan: GraphPlan, facts: GraphFacts) -> None:
+        self.plan, self._facts, self._predicted = plan, facts, plan.predicted_peak
         self.saved_plan.update(plan.to_dict())
 
     def count(
@@ -255,17 +254,17 @@ class BudgetPartition:
         ------
         OverBudgetError : they are more than the budget. The next attempt knows it
         """
-        plan, around, attempts = self.plan, self._around, self._attempts
-        if plan is None or around is None or attempts is None:
+        plan, facts, attempts = self.plan, self._facts, self._attempts
+        if plan is None or facts is None or attempts is None:
             return
         # what the caller brings, such as parameters, is not in the budget: but a copy is that forward has laid out anew
         given = {name: value.stride() for name, value in inputs.items() if name.startswith("primals")}
         self._strides = self._strides if backward else given
         copies = {name for name, strides in given.items() if strides != self._strides.get(name)}
-        nbytes = {name: around.nbytes_of(hinted_nbytes(value)) for name, value in inputs.items()}
+        nbytes = {name: facts.nbytes_of(hinted_nbytes(value)) for name, value in inputs.items()}
         own = {name: size for name, size in nbytes.items() if name not in given or name in copies}
-        around = around.of_graph(itemsizes, copies)
-        counted = peak_of(source, own, around if backward else around.of_forward())
+        facts = facts.of_graph(itemsizes, copies)
+        counted = peak_of(source, own, facts if backward else facts.of_forward())
         if counted is None:
             counted = ceil(self._predicted * max(1 + FUSED_MARGIN, attempts.ratio))
         self._counted = max(self._counted, counted)
