@@ -296,7 +296,7 @@ _known: dict[CodeType, bool] = {}
 def chooses(function: Any, deciders: Set[str]) -> bool:
     """Return whether the backward of a Function compares anything, or calls an operator that decides or divides.
 
-    Python shows where it compares numbers, and which operators it calls. What a kernel of its own decides shows nowhere.
+    Its code shows comparisons and the operators that it calls. What a kernel of its own decides shows nowhere.
 
     Parameters
     ----------
