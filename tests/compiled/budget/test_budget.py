@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Bits
-from actstore.compiled import within
+from actstore.compiled import budget_partition
 from actstore.compiled.budget.ladder import PlanLadder, Rung
 from actstore.compiled.budget.step import RegionStep
 from actstore.compiled.budget.units import cuts_of
@@ -32,14 +32,14 @@ import torch
 from actstore import ActivationStore, Auto, Disk, Window
 from actstore.devices import cpu_memory
 from actstore.errors import CapacityError
-from actstore.session import lanes
+from actstore.session import compiling
 from tests.compiled import models, random_models
 
 warnings.simplefilter("ignore")
 kind, backend, shares = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 tiers = [Disk(budget=sys.argv[4]), Window("1MiB")] if sys.argv[4] else []
 noise = json.loads(sys.argv[5])  # of modules that may lose
-lanes.rates_alone = lambda *_: (1e9, 1e9)  # so that plans are the same on each machine
+compiling.rates_alone = lambda *_: (1e9, 1e9)  # so that plans are the same on each machine
 cpu_memory.count()
 
 
@@ -246,9 +246,9 @@ def check_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of attention runs again, in a plan that saves nothing."""
     wanted = plain(Heads, backend=backend)
     torch._dynamo.reset()
-    monkeypatch.setattr(within, "ladder_of", ladder_without_saved_tensors)
-    monkeypatch.setattr(within.BudgetPartition, "_needed", lambda self, found: sum(found.held.values()))
-    monkeypatch.setattr(within, "peak_of", lambda *_: 0)
+    monkeypatch.setattr(budget_partition, "ladder_of", ladder_without_saved_tensors)
+    monkeypatch.setattr(budget_partition.BudgetPartition, "_needed", lambda self, found: sum(found.held.values()))
+    monkeypatch.setattr(budget_partition, "peak_of", lambda *_: 0)
     model, x = make(Heads)
     store: Any = ActivationStore(model, Auto("64KiB"))
     store.compile(backend=backend)

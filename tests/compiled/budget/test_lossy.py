@@ -17,7 +17,7 @@ from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Disk, Window
 from actstore.auto.graph import lossy_modules
-from actstore.compiled import within
+from actstore.compiled import budget_partition
 from actstore.compiled.budget.ladder import PlanLadder, Rung
 from actstore.compiled.budget.lossy import LossyModules
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
@@ -67,11 +67,11 @@ def encodes_all(monkeypatch: pytest.MonkeyPatch) -> None:
         units = cuts_of(step, plain)[0]
         return PlanLadder(plain, (Rung(units, (), step.encoding(plain, set(step.encodable(plain)))),))
 
-    def needed(self: within.BudgetPartition, found: RegionEvaluation) -> float:
+    def needed(self: budget_partition.BudgetPartition, found: RegionEvaluation) -> float:
         return 0 if found.encoded else inf
 
-    monkeypatch.setattr(within, "ladder_of", ladder_of)
-    monkeypatch.setattr(within.BudgetPartition, "_needed", needed)
+    monkeypatch.setattr(budget_partition, "ladder_of", ladder_of)
+    monkeypatch.setattr(budget_partition.BudgetPartition, "_needed", needed)
 
 
 @pytest.mark.usefixtures("encodes_all")
