@@ -172,7 +172,7 @@ def test_policies_without_operators_inspect_no_nodes_for_them(monkeypatch):
     def fail(*_):
         raise AssertionError
 
-    monkeypatch.setattr(hooks, "operator_of", fail)
+    monkeypatch.setattr(hooks, "producer_of", fail)
     model = Model()
     for text in ("keep", "raw", "blocks.*/qkv : int8; * : raw", "derive"):
         with ActivationStore(model, text, min_bytes=0):
