@@ -184,7 +184,7 @@ def test_what_may_overwrite_its_reserve_is_not_run_again():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(normalize, WIDTH, WIDTH), nn.Tanh())
     effect = predict(model, Encode(Jitter(0.1)), torch.randn(ROWS, WIDTH), backward=lambda out: out.sum().backward())
     reasons = {site.site: site.reason for site in effect.sites}
-    assert reasons["1[0]"] == "read by BatchNormWithUpdateBackward0, which may overwrite what it has saved"
+    assert reasons["1[0]"] == "read by BatchNormWithUpdateBackward0, which may overwrite its saved tensors"
     assert reasons["2[0]"] == ""
 
 
