@@ -30,6 +30,7 @@ from actstore.cli.doctor import doctor
 from actstore.cli.fit import fit
 from actstore.cli.inspect import inspect
 from actstore.cli.plan import plan
+from actstore.cli.run import SETTINGS, run
 from actstore.cli.show import show
 from actstore.cli.verify import verify
 from actstore.display.text import TABLE_WIDTH
@@ -50,6 +51,7 @@ bench_app = typer.Typer(cls=_Bench, pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
 bench_app.command()(codecs)
 bench_app.command()(compare)
+app.command(context_settings=SETTINGS)(run)
 app.command()(show)
 app.command()(verify)
 app.command()(plan)

@@ -55,10 +55,7 @@ def refuse_checkpointing(model: Module) -> None:
     ------
     ConfigError : it is reentrant, or offloads by itself; the message names the argument
     """
-    for name, module in named_modules(model):
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if function is None or not getattr(module, "gradient_checkpointing", False):
-            continue
+    for name, module, function in _checkpointing(model):
         where = f"gradient checkpointing of {name or type(module).__name__!r}"
         if getattr(function, "keywords", {}).get("use_reentrant"):
             raise ConfigError(
@@ -75,6 +72,28 @@ def refuse_checkpointing(model: Module) -> None:
                 "same.",
                 module=name,
             )
+
+
+def is_checkpointing(model: Module) -> bool:
+    """Return whether gradient checkpointing of Transformers is on in the model."""
+    return any(_checkpointing(model))
+
+
+def disable_checkpointing(model: Module) -> None:
+    """Switch off gradient checkpointing of Transformers."""
+    for _, module in named_modules(model):
+        for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):  # of version 5, and before
+            if hasattr(type(module), name):
+                getattr(module, name)()
+                return
+
+
+def _checkpointing(model: Module) -> Iterator[tuple[str, Module, Any]]:
+    """Yield each module that checkpoints, with its name and the function that it checkpoints by."""
+    for name, module in named_modules(model):
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is not None and getattr(module, "gradient_checkpointing", False):
+            yield name, module, function
 
 
 def _name(function: Any) -> str:

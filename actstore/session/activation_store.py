@@ -100,6 +100,7 @@ class ActivationStore:
     """
 
     _open_device = staticmethod(open_device)
+    _continues = False  # whether the next entry belongs to the step of the last one
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class ActivationStore:
         entry = None
         try:
             with self._lock:
-                first = not self._inside
+                first = not self._inside and not self._continues
                 entry = StoreEntry(self, self._scope(first=first), self._controller)
                 entry.undos += [
                     self._ledger.mark_exit,

@@ -1,0 +1,1 @@
+"""A store around the forwards of a script that runs unchanged: ``actstore run``."""

@@ -1,0 +1,1 @@
+"""Folder for PYTHONPATH: Python imports `sitecustomize` from it when a process starts."""
