@@ -80,6 +80,7 @@ check: $(STAMP)  ## lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .
 ifneq ($(CSRC),)
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 endif

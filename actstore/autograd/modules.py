@@ -56,7 +56,7 @@ class GlobalHook:
 _active = local()
 _lock = Lock()
 _trackers = set[Tracker]()  # those that follow modules now, on all threads
-_graphs = set[object]()  # one object for each graph whose backward may call compiled modules again
+_graphs = set[object]()  # one object for each graph whose backward may call compiled modules again, and for each run
 _freed = Reaper[object](_lock, _graphs.discard)
 
 
@@ -129,6 +129,20 @@ def stop(tracker: Tracker, before: Tracker | None) -> None:
     _active.tracker = before
     with _lock:
         _trackers.discard(tracker)
+        _register()
+
+
+def keep_hooks(owner: object) -> None:
+    """Keep the hooks of modules registered until `drop_hooks`, also while no store is entered."""
+    with _lock:
+        _graphs.add(owner)
+        _register()
+
+
+def drop_hooks(owner: object) -> None:
+    """End what `keep_hooks` began."""
+    with _lock:
+        _graphs.discard(owner)
         _register()
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``,
+"""The command line: ``actstore run``, ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``,
 ``actstore plan``, ``actstore inspect``, ``actstore fit``, ``actstore doctor``."""
 
 from __future__ import annotations
@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from typer.core import TyperGroup
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"actstore's command line needs {missing.name}: pip install 'actstore[bench]'") from missing
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
 from actstore._version import __version__
 from actstore.bench.codecs.command import codecs

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -15,10 +16,11 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import DataParallel, Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from actstore.autograd import modules
 from actstore.base.units import format_nbytes
 from actstore.errors import ActstoreError, ConfigError
 from actstore.integrations.around import disable_checkpointing, is_checkpointing, refuse_checkpointing
@@ -176,11 +178,11 @@ class ScriptStores:
         self._handles: list[Any] = []
 
     def start(self) -> None:
-        """Register the hooks of all modules."""
-        self._handles = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
-        ]
+        """Register the hooks of all modules, around those of entered stores: `_before` runs first, `_after` last."""
+        before = register_module_forward_pre_hook(self._before)
+        modules.keep_hooks(self)  # PyTorch runs its hooks in a loop, which must not change
+        self._handles = [before, register_module_forward_hook(self._after, with_kwargs=True, always_call=True)]
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         os.register_at_fork(after_in_child=self._forget)
 
     def stop(self) -> None:
@@ -188,16 +190,16 @@ class ScriptStores:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        modules.drop_hooks(self)
         if self._inside.model is not None:
             self._leave_interrupted()
         for each in self.trained:
             each.close()
 
     def _forget(self) -> None:
-        """Drop all stores in a forked process, which has none of their threads."""
-        self.trained.clear()
-        self._of.clear()
-        self._inside = _Inside()
+        """Begin without stores in a forked process, which has none of their threads, and so must not close them."""
+        self._of_parent = self.trained, self._of
+        self.trained, self._of, self._inside = [], WeakKeyDictionary(), _Inside()
 
     def _before(self, module: Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -252,8 +254,7 @@ class ScriptStores:
         trained = self._inside.model
         self._inside.clear()
         assert trained is not None
-        error = KeyboardInterrupt()
-        trained.leave(error, None, None)
+        trained.leave(KeyboardInterrupt(), None, None)
 
     def _found(self, module: Module) -> TrainedModel | None:
         """Return the model of a module that runs for the first time; None where it gets no store.
@@ -264,6 +265,11 @@ class ScriptStores:
         """
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return None
+        if isinstance(module, DataParallel) and len(module.device_ids) > 1:
+            raise ConfigError(
+                f"DataParallel runs the model on {len(module.device_ids)} devices by threads, which enter no store. "
+                f"Start a process for each device: torchrun --nproc-per-node {len(module.device_ids)}."
+            )
         whole = _whole(module)
         if self._settings.models and type(whole).__name__ not in self._settings.models:
             return None

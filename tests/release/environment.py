@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REQUIRED = ("torch", "numpy")
+REQUIRED = ("torch", "numpy", "typer", "rich")
 
 
 def call(*command: object, cwd: Path, fails: bool = False) -> str:

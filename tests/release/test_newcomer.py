@@ -100,18 +100,15 @@ def test_with_scipy_a_plan_has_a_bound(bare):
     assert "scipy" not in said
 
 
-def test_the_command_line_names_what_it_misses(bare):
+def test_the_command_line_runs_scripts_and_names_what_a_picture_misses(bare):
     command = bare.python.with_name("actstore")
-    needs = "actstore's command line needs {}: pip install 'actstore[bench]'"
-    assert needs.format("typer") in call(command, "--version", cwd=bare.folder, fails=True)
-    bare.lend("typer", "rich")
-    try:
-        drawn = call(command, "bench", "--plot", "x.png", cwd=bare.folder, fails=True)
-        assert "--plot needs matplotlib, which is not installed: pip install 'actstore[bench]'" in drawn
-        bare.take_back("rich")
-        assert needs.format("rich") in call(command, "--version", cwd=bare.folder, fails=True)
-    finally:
-        bare.take_back("typer", "rich")
+    script = bare.folder / "trained.py"
+    script.write_text(MODEL + "for x, y in batches:\n    model(x, y).backward()\nprint('trained')\n")
+    said = call(command, "run", "--policy", "@blocks : recompute", script, cwd=bare.folder)
+    assert re.search(r"^trained$", said, re.MULTILINE), said
+    assert re.search(r"^blocks\.0-1 x2 .* recompute$", said, re.MULTILINE), said
+    drawn = call(command, "bench", "--plot", "x.png", cwd=bare.folder, fails=True)
+    assert "--plot needs matplotlib, which is not installed: pip install 'actstore[bench]'" in drawn
 
 
 USER = """
