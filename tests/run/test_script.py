@@ -86,8 +86,8 @@ def test_processes_that_a_launcher_starts(tmp_path, inside):
 @pytest.mark.parametrize(
     ("flags", "options", "line"),
     [
-        ([], ["--policy", "recompute"], ""),
-        (["--checkpointing"], ["--policy", "raw @ disk"], "its own gradient checkpointing stays on"),
+        pytest.param([], ["--policy", "recompute"], "", marks=pytest.mark.slow),
+        pytest.param(["--checkpointing"], ["--policy", "raw @ disk"], "stays on", marks=pytest.mark.slow),
         (["--checkpointing"], ["--policy", "recompute", "--replace-checkpointing"], "checkpointing is off now"),
     ],
 )
@@ -97,6 +97,7 @@ def test_the_trainer_of_transformers(tmp_path, flags, options, line):
     assert "LlamaForCausalLM, 4 steps" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 @pytest.mark.parametrize("flags", [[], ["--checkpointing"]], ids=["", "checkpointing"])
 def test_trl_grpo(tmp_path, flags):
