@@ -12,6 +12,7 @@ _SCALE = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_LEAST_WITHOUT_UNIT = 4096  # a smaller budget in bytes holds no tensor
 _PER_NODE = re.compile(r"(.*?)\s*/\s*node\s*", re.IGNORECASE)
 _PATTERN = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([a-zA-Z]*)\s*")
 
@@ -44,12 +45,16 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
 def parse_budget(value: int | str, name: str = "budget") -> int:
     """Read a number of bytes for this process; ``"256GiB/node"`` is its equal share among all processes of the node.
 
+    Text such as ``"20"``, a small number without a unit, is refused: it was meant as ``"20GiB"``.
+
     The environment variable LOCAL_WORLD_SIZE, which torchrun sets, gives the number of processes; by default 1.
 
     Raises
     ------
-    ConfigError : as `parse_nbytes`; or LOCAL_WORLD_SIZE is not a positive number
+    ConfigError : as `parse_nbytes`; the unit is missing; or LOCAL_WORLD_SIZE is not a positive number
     """
+    if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < _LEAST_WITHOUT_UNIT:
+        raise ConfigError(f"{name}={value!r}: must have a unit. Write '{value.strip()}GiB', or an int for bytes.")
     match = _PER_NODE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return parse_nbytes(value, name)

@@ -138,6 +138,13 @@ def _trim(line: str, start: int, end: int) -> tuple[int, int]:
 
 
 _WORDS = ("keep", "derive", "recompute", "unprotected")
+# what other libraries say
+_OTHER_TIERS = {
+    "cpu": "host", "ram": "host", "pinned": "host", "nvme": "disk", "ssd": "disk", "gpu": "device", "cuda": "device"
+}  # fmt: skip
+_OTHER_DECISIONS = {
+    "offload": "'raw @ host'", "checkpoint": "'recompute'", "remat": "'recompute'", "save": "'keep'", "none": "'keep'"
+}  # fmt: skip
 _RECOMPUTE = {
     "segment": "4",
     "schedule": "auto",
@@ -310,7 +317,7 @@ class _Parser:
     def tier(self) -> str:
         token = self.take()
         if token.text not in TIERS and token.text not in (known := known_tiers()):
-            near = did_you_mean(token.text, known)
+            near = did_you_mean(_OTHER_TIERS.get(token.text, token.text), known)
             raise self.fail(token, f"expected a tier, found {token}{near} The tiers are {', '.join(known)}.")
         return token.text
 
@@ -333,10 +340,8 @@ class _Parser:
     def codec_class(self, token: Token) -> type[Codec]:
         if token.kind != "word":
             raise self.fail(token, f"expected a codec, 'keep', 'derive' or 'recompute', found {token}.")
-        if token.text in TIERS:
-            raise self.fail(
-                token, f"{token} is a tier, not a codec. For the bytes as they are, write 'raw @ {token.text}'."
-            )
+        if (tier := _OTHER_TIERS.get(token.text, token.text)) in TIERS:
+            raise self.fail(token, f"{token} is a tier, not a codec. For the bytes as they are, write 'raw @ {tier}'.")
         if token.text in _WORDS:
             raise self.fail(
                 token, f"{token} cannot stand inside another decision. Write a codec such as 'int8' or 'raw'."
@@ -347,7 +352,7 @@ class _Parser:
             hint = ""
             if self.next.kind == "word":
                 hint = f" If {token} is a module, a colon is missing: '{token.text} : {self.next.text}'."
-            elif near := near_words(token.text, _WORDS):
+            elif near := _OTHER_DECISIONS.get(token.text) or near_words(token.text, _WORDS):
                 hint = f" Did you mean {near}?"
             if hint:
                 error.args = (error.args[0] + hint,)

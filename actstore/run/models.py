@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from actstore.autograd import modules
 from actstore.base.units import format_nbytes
 from actstore.errors import ActstoreError, ConfigError
-from actstore.integrations.around import disable_checkpointing, is_checkpointing, refuse_checkpointing
+from actstore.integrations.callbacks import disable_checkpointing, is_checkpointing, refuse_checkpointing
 from actstore.run.settings import Settings
 from actstore.session.activation_store import ActivationStore
 from actstore.session.entries import is_active

@@ -25,7 +25,7 @@ from actstore.model.units import device_of
 from actstore.policy import Auto, Bits, Decision, Policy, Rules, may_be_lossy
 from actstore.recompute.checkpoints import RegionWarnings
 from actstore.session.applied_policy import AppliedPolicy
-from actstore.session.arguments import check_seed, listed, read_chooser, read_model, read_plan, read_policy
+from actstore.session.arguments import check_flag, check_seed, listed, read_chooser, read_model, read_plan, read_policy
 from actstore.session.entries import StoreEntry, check_nested, entries, entry_to_leave, refuse_checkpointed_region
 from actstore.session.observers import SampleErrors, Verify, read_observers
 from actstore.store.store import Store
@@ -120,8 +120,8 @@ class ActivationStore:
         options, window = read_tiers(tiers := listed(tiers))
         observers = read_observers(observe := listed(observe))
         self._given_policy = policy
-        self._options = {"tiers": tiers, "min_bytes": min_bytes, "strict": strict, "allow_mutation": allow_mutation}
-        self._options |= {"seed": check_seed(seed)}
+        self._options = {"tiers": tiers, "min_bytes": min_bytes, "strict": check_flag("strict", strict)}
+        self._options |= {"allow_mutation": check_flag("allow_mutation", allow_mutation), "seed": check_seed(seed)}
         self._observe = observe
         self._chooser = chooser = read_chooser(model, policy)
         self._given_plan = read_plan(policy, model)

@@ -66,6 +66,18 @@ def read_model(model: Any) -> Module | None:
     return model
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Return the flag.
+
+    Raises
+    ------
+    ConfigError : it is not True or False
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: must be True or False.")
+    return value
+
+
 def check_seed(seed: Any) -> int:
     """Return the seed.
 

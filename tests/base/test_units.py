@@ -115,6 +115,14 @@ def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, ranks):
     assert parse_budget("256GiB", "host_budget") == 256 * 2**30
 
 
+def test_a_budget_without_a_unit_is_refused():
+    with pytest.raises(ConfigError, match=r"^Auto\(budget\)='20': must have a unit\. Write '20GiB', or an int for bytes\.$"):
+        parse_budget("20", "Auto(budget)")
+    assert parse_budget("0") == parse_budget(0) == 0
+    assert parse_budget(20) == 20
+    assert parse_budget("26214400") == 25 * 2**20
+
+
 @pytest.mark.parametrize("text", ["/node", "x/node", "20GiB/rank", "20GiB/node/node", "-1/node"])
 def test_a_share_of_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match=r"host_budget='.*': must be a number of bytes"):

@@ -78,7 +78,9 @@ DEFAULTS = "count=128, ratio=0.5, mode=nearest, word=plain"
 # the text, with the wrong part between « and », the class of the error, and its words after the place
 ERRORS = [
     ("int8 @ «hots»", PolicyError, "expected a tier, found 'hots'. Did you mean 'host'? The tiers are device, group, host, disk."),
-    ("int8 @ «cuda»", PolicyError, "expected a tier, found 'cuda'. The tiers are device, group, host, disk."),
+    ("int8 @ «cuda»", PolicyError, "expected a tier, found 'cuda'. Did you mean 'device'? The tiers are device, group, host, disk."),
+    ("int8 @ «cpu»", PolicyError, "expected a tier, found 'cpu'. Did you mean 'host'? The tiers are device, group, host, disk."),
+    ("«cpu»", PolicyError, "'cpu' is a tier, not a codec. For the bytes as they are, write 'raw @ host'."),
     ("int8 @«»", PolicyError, "expected a tier, found the end of the rule. The tiers are device, group, host, disk."),
     ("a : «raw @ disk > host»", ChainError, "the ladder 'disk > host' goes up. Each tier holds what the one before refuses: 'host > disk'."),
     ("«raw @ host > host» # x", ChainError, "the ladder 'host > host' names a tier twice. Each tier holds what the one before refuses: 'host'."),
