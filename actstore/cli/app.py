@@ -1,5 +1,5 @@
-"""The command line: ``actstore run``, ``actstore bench``, ``actstore bench codecs``, ``actstore show``, ``actstore verify``,
-``actstore plan``, ``actstore inspect``, ``actstore fit``, ``actstore doctor``."""
+"""The command line: ``actstore run``, ``actstore bench``, ``actstore bench codecs``, ``actstore show``,
+``actstore verify``, ``actstore plan``, ``actstore inspect``, ``actstore fit``, ``actstore doctor``."""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ def run(
     budget: Annotated[
         str | None, typer.Option(help="Peak of activations to plan for, such as 20GiB, in place of a policy.")
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Store models of this class only; may be repeated.")
-    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Store models of this class only; may be repeated.")] = None,
     min_bytes: Annotated[str, typer.Option(help="Smaller tensors are kept.")] = str(MIN_NBYTES),
     host_budget: Annotated[str | None, typer.Option(help="Limit of host memory, such as 64GiB.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Limit of disk space.")] = None,
@@ -56,7 +54,7 @@ def run(
 
     target = script if module is None else module
     if target is None:
-        raise ConfigError("no script was given. Write: actstore run --policy '@blocks : recompute' train.py")
+        raise ConfigError("no script was given. Write actstore run --policy '@blocks : recompute' train.py.")
     if module is not None and script is not None:
         arguments = [script, *(arguments or [])]
     if budget is not None and policy != "keep":

@@ -284,7 +284,7 @@ class ScriptStores:
         return found
 
     def _read_checkpointing(self, model: Module) -> None:
-        """Say that the model checkpoints by itself, or switch that off as the settings ask."""
+        """Print that the model checkpoints by itself, or switch that off as the settings ask."""
         if not is_checkpointing(model):
             return
         name = type(model).__name__
@@ -324,7 +324,7 @@ def _may_be_stored() -> bool:
     return (
         torch._C._current_graph_task_id() == -1
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and not is_active()
     )
 

@@ -90,7 +90,7 @@ def _find(target: str) -> Path:
         path = Path(command)
         with path.open("rb") as file:
             if b"python" not in file.readline():
-                raise ConfigError(f"{target}: {command} is no Python script. Give the Python file that it starts.")
+                raise ConfigError(f"{target}: {command} must be a Python script. Give the Python file that it starts.")
     if not path.is_file():
         raise ConfigError(f"{target}: no such file. Give a script such as train.py, or a module as -m NAME.")
     return path
@@ -107,7 +107,7 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 def _say(line: str) -> None:
     rank = os.environ.get(RANK)
     if rank in (None, "0"):
-        print(f"actstore: {line}", file=sys.stderr, flush=True)  # noqa: T201  # of the command line
+        print(f"actstore: {line}", file=sys.stderr, flush=True)  # of the command line
 
 
 def _end(stores: ScriptStores, settings: Settings, *, is_child: bool = False) -> None:
@@ -163,7 +163,7 @@ def _inspect(store: ActivationStore, forward: Callable[[], Any]) -> None:
     """Show which lines of code fill the memory in the first forward and a backward of it, and exit."""
     with closing(copy(store)) as trial:
         found = inspect_step(_step(forward, "--inspect"), trial)
-    print(found.text())  # noqa: T201  # of the command line
+    print(found.text())  # of the command line
     raise SystemExit(0)
 
 

@@ -116,7 +116,9 @@ def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, ranks):
 
 
 def test_a_budget_without_a_unit_is_refused():
-    with pytest.raises(ConfigError, match=r"^Auto\(budget\)='20': must have a unit\. Write '20GiB', or an int for bytes\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^Auto\(budget\)='20': must have a unit\. Write '20GiB', or an int for bytes\.$"
+    ):
         parse_budget("20", "Auto(budget)")
     assert parse_budget("0") == parse_budget(0) == 0
     assert parse_budget(20) == 20

@@ -229,7 +229,7 @@ def test_only_models_of_the_named_classes(start):
 def test_a_policy_that_does_not_fit_the_model_is_refused(start):
     model, x = build()
     stores = start("nothing.here : int8")
-    with pytest.raises(PolicyError, match="nothing.here") as found:
+    with pytest.raises(PolicyError, match=r"nothing\.here") as found:
         model(x)
     assert stores.refusal is found.value
 

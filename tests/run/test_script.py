@@ -123,7 +123,11 @@ def script(folder, text):
     [
         (TRAIN + "raise SystemExit(3)", 3, r"Linear, 1 steps"),
         (TRAIN + "raise SystemExit('message')", 1, r"Linear, 1 steps[\s\S]*message"),
-        (TRAIN + "raise ValueError('wrong')", 1, r'Linear, 1 steps[\s\S]*last\):\n  File ".*script.py", line 5, in <module>'),
+        (
+            TRAIN + "raise ValueError('wrong')",
+            1,
+            r'Linear, 1 steps[\s\S]*last\):\n  File ".*script.py", line 5, in <module>',
+        ),
         (TRAIN + "raise KeyboardInterrupt", 130, r"Linear, 1 steps[\s\S]*KeyboardInterrupt"),
         (TRAIN.replace("512)\nmodel", "512).eval()\nmodel"), 0, "no model ran forward in training mode"),
         ("print('nothing')", 0, "no model ran forward in training mode"),
@@ -138,13 +142,16 @@ def test_ends_of_scripts(tmp_path, text, code, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["missing.py"], "actstore: missing.py: no such file. Give a script such as train.py, or a module as -m NAME.\n"),
-        ([], "actstore: no script was given. Write: actstore run --policy '@blocks : recompute' train.py\n"),
+        (
+            ["missing.py"],
+            "actstore: missing.py: no such file. Give a script such as train.py, or a module as -m NAME.\n",
+        ),
+        ([], "actstore: no script was given. Write actstore run --policy '@blocks : recompute' train.py.\n"),
         (["--policy", "int9", "script.py"], "int9"),
         (["--policy", "nothing.* : int8", "script.py"], "actstore: rule 'nothing.* : int8'"),
         (["--policy", "int8", "--budget", "1GiB", "script.py"], "Give one of them"),
         (["--report", "no/such/folder.json", "script.py"], "--report no/such/folder.json"),
-        (["ls"], "is no Python script"),
+        (["ls"], "must be a Python script"),
     ],
 )
 def test_what_is_refused_is_one_line(tmp_path, options, said):
@@ -182,13 +189,16 @@ if __name__ == "__main__":
 
 
 def test_a_forked_process_has_stores_of_its_own(tmp_path):
-    text = TRAIN + """
+    text = (
+        TRAIN
+        + """
 import os, sys
 child = os.fork()
 model(torch.randn(256, 512)).mean().backward()
 if child:
     assert os.waitpid(child, 0)[1] == 0
 """
+    )
     _, said = python(*RUN, "--policy", "raw @ disk", script(tmp_path, text))
     assert sorted(re.findall(r"Linear, (\d) steps", said)) == ["1", "2"]
 
@@ -205,7 +215,7 @@ def test_verify_compares_the_first_step_and_goes_on(tmp_path):
 
 
 def test_inspect_shows_the_lines_of_the_first_step_and_stops(tmp_path):
-    out, said = python(*RUN, "--min-bytes", "0", "--inspect", SCRIPTS / "loop.py", tmp_path / "out.pt")
+    out, _said = python(*RUN, "--min-bytes", "0", "--inspect", SCRIPTS / "loop.py", tmp_path / "out.pt")
     assert re.search(r"body\.blocks\.0-2\.mlp\.\d\s+loop.py:24 ", out), out
     assert "To lower the plain peak" in out
     assert "trained" not in out

@@ -22,7 +22,8 @@ fast.save_pretrained(folder)
 prompts = Dataset.from_dict({"prompt": [f"w{number} w{number + 1} w{number + 2}" for number in range(8)]})
 arguments = GRPOConfig(
     "unused", max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=8, beta=0.04,
-    report_to=[], gradient_checkpointing="--checkpointing" in sys.argv, use_cpu=True, bf16=False, disable_tqdm=True, save_strategy="no", seed=0,
+    gradient_checkpointing="--checkpointing" in sys.argv, report_to=[], use_cpu=True, bf16=False,
+    disable_tqdm=True, save_strategy="no", seed=0,
 )  # fmt: skip
 trainer = GRPOTrainer(
     folder,
