@@ -11,18 +11,22 @@ from actstore.bench.files import check_writable
 from actstore.errors import ConfigError
 from actstore.session.activation_store import MIN_NBYTES
 
-SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}  # what follows SCRIPT is the script's
+SETTINGS = {
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+}  # SCRIPT may be -m; what follows is its own
 
 
 def run(
     script: Annotated[
         str | None,
-        typer.Argument(help="train.py, or a command such as torchrun; its own arguments follow.", metavar="SCRIPT"),
+        typer.Argument(
+            help="train.py, or -m NAME for a module, or a command such as torchrun; its own arguments follow.",
+            metavar="SCRIPT",
+            show_default=False,
+        ),
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]")] = None,
-    module: Annotated[
-        str | None, typer.Option("-m", help="Run this module, as python -m does; its arguments follow.")
-    ] = None,
     policy: Annotated[str, typer.Option(help="Policy of each store, as in ActivationStore(model, POLICY).")] = "keep",
     budget: Annotated[
         str | None, typer.Option(help="Peak of activations to plan for, such as 20GiB, in place of a policy.")
@@ -52,11 +56,17 @@ def run(
     from actstore.run.script import run_script
     from actstore.run.settings import Settings
 
-    target = script if module is None else module
-    if target is None:
-        raise ConfigError("no script was given. Write actstore run --policy '@blocks : recompute' train.py.")
-    if module is not None and script is not None:
-        arguments = [script, *(arguments or [])]
+    match [*([] if script is None else [script]), *(arguments or [])]:
+        case ["-m", target, *others]:
+            is_module = True
+        case [target, *others] if not target.startswith("-"):
+            is_module = False
+        case [option, *_] if option != "-m":
+            raise ConfigError(f"{option}: unknown option. Options of the script stand after it; see --help for others.")
+        case _:
+            raise ConfigError(
+                "no script was given. Write actstore run --policy '@blocks : recompute' train.py, or -m NAME for a module."
+            )
     if budget is not None and policy != "keep":
         raise ConfigError(f"--budget {budget} and --policy {policy}: a budget chooses the policy. Give one of them.")
     if verify and inspect:
@@ -74,6 +84,6 @@ def run(
         replace_checkpointing=replace_checkpointing,
         first_step="verify" if verify else "inspect" if inspect else "",
     )
-    code = run_script(settings, target, arguments or [], is_module=module is not None)
+    code = run_script(settings, target, others, is_module=is_module)
     if code:
         raise typer.Exit(code)

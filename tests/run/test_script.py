@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = ["-m", "actstore", "run"]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def python(*words, code=0, folder=None):
@@ -146,7 +146,8 @@ def test_ends_of_scripts(tmp_path, text, code, said):
             ["missing.py"],
             "actstore: missing.py: no such file. Give a script such as train.py, or a module as -m NAME.\n",
         ),
-        ([], "actstore: no script was given. Write actstore run --policy '@blocks : recompute' train.py.\n"),
+        ([], "actstore: no script was given. Write actstore run"),
+        (["--polcy", "int8", "script.py"], "actstore: --polcy: unknown option."),
         (["--policy", "int9", "script.py"], "int9"),
         (["--policy", "nothing.* : int8", "script.py"], "actstore: rule 'nothing.* : int8'"),
         (["--policy", "int8", "--budget", "1GiB", "script.py"], "Give one of them"),
