@@ -14,7 +14,7 @@ from actstore.session.activation_store import MIN_NBYTES
 SETTINGS = {
     "allow_interspersed_args": False,
     "ignore_unknown_options": True,
-}  # SCRIPT may be -m; what follows is its own
+}  # SCRIPT may be -m
 
 
 def run(
@@ -65,7 +65,7 @@ def run(
             raise ConfigError(f"{option}: unknown option. Options of the script stand after it; see --help for others.")
         case _:
             raise ConfigError(
-                "no script was given. Write actstore run --policy '@blocks : recompute' train.py, or -m NAME for a module."
+                "no script was given. Write actstore run --policy '@blocks : recompute' train.py, or -m NAME."
             )
     if budget is not None and policy != "keep":
         raise ConfigError(f"--budget {budget} and --policy {policy}: a budget chooses the policy. Give one of them.")

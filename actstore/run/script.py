@@ -59,10 +59,13 @@ def run_script(settings: Settings, target: str, arguments: Sequence[str], *, is_
     sys.argv[:] = [str(path or target), *arguments]
     sys.path[0] = os.getcwd() if path is None else str(path.resolve().parent)
     try:
-        if path is None:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(str(path), run_name="__main__")
+        try:
+            if path is None:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(path), run_name="__main__")
+        finally:
+            _end(stores, settings)
     except SystemExit:
         raise
     except BaseException as error:
@@ -71,8 +74,6 @@ def run_script(settings: Settings, target: str, arguments: Sequence[str], *, is_
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        _end(stores, settings)
     return 0
 
 
@@ -118,7 +119,7 @@ def _end(stores: ScriptStores, settings: Settings, *, is_child: bool = False) ->
     reports = [(each, each.report) for each in stores.trained if each.report is not None]
     for each, report in reports:
         _say(f"{each.name}, {each.steps} steps; activations of the last one:\n{report}")
-    if not reports and not is_child:
+    if not reports and not is_child and stores.refusal is None:
         _say("no model ran forward in training mode with gradients in this process, and so no store was entered.")
     if settings.report and (reports or not (is_child or Path(settings.report).exists())):
         found = [
