@@ -62,7 +62,7 @@ def run(
         case [target, *others] if not target.startswith("-"):
             is_module = False
         case [option, *_] if option != "-m":
-            raise ConfigError(f"{option}: unknown option. Options of the script stand after it; see --help for others.")
+            raise ConfigError(f"{option}: unknown option. Options of the script stand after the script.")
         case _:
             raise ConfigError(
                 "no script was given. Write actstore run --policy '@blocks : recompute' train.py, or -m NAME."

@@ -13,7 +13,7 @@ from actstore.display.naming import joined, layer_pattern
 from actstore.display.text import columns, percent
 from actstore.errors import ConfigError
 from actstore.inspection.beside import BesideActivations
-from actstore.inspection.page import page, picture
+from actstore.inspection.page import page
 from actstore.inspection.saved import InspectedTensor
 from actstore.inspection.suggestions import Suggestion
 from actstore.inspection.timeline import Timeline, holders
@@ -121,6 +121,8 @@ class Inspection:
         ------
         ConfigError : matplotlib is not installed (the extra `bench`)
         """
+        from actstore.inspection.picture import picture
+
         return picture(self.plain, self.store, self.report.sites, self.beside)
 
     def to_html(self) -> str:

@@ -111,7 +111,7 @@ def test_too_small_a_budget_is_one_line_with_the_least(
     assert said.out == ""
     assert said.err.count("\n") == 1
     least = Study(replan(profile(4), Auto(300 * MIB))).front(2)[0].device
-    assert f"at least {least / MIB:.1f} MiB of device memory are needed, in backward of " in said.err
+    assert f"at least {least / MIB:.1f} MiB are needed, in backward of " in said.err
 
 
 def test_a_profile_is_planned_without_running_anything(

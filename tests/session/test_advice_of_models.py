@@ -122,7 +122,13 @@ def test_what_lies_outside_of_recomputed_blocks() -> None:
     assert f"write `{rules}` in its place" in text
     after = ActivationStore(model, rules, min_bytes=0, tiers=[Window("64KiB")])
     assert not may_be_lossy(after.policy)
-    held, before = step(after, model, 8192), step(store, model, 8192)
+    before = step(store, model, 8192)
+    with after:
+        loss = model(torch.randn(8192, 64)).square().mean()
+        while after.held_bytes > before.held_bytes / 4:  # what is held and lower depends on the disk, which may be slow
+            after._store.poll()
+    loss.backward()
+    held = after.report()
     assert held.held_bytes < before.held_bytes
     assert held.peak_held_bytes < before.peak_held_bytes
     assert not any("are not in them" in text for text in after.report().advice)
