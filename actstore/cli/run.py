@@ -56,17 +56,7 @@ def run(
     from actstore.run.script import run_script
     from actstore.run.settings import Settings
 
-    match [*([] if script is None else [script]), *(arguments or [])]:
-        case ["-m", target, *others]:
-            is_module = True
-        case [target, *others] if not target.startswith("-"):
-            is_module = False
-        case [option, *_] if option != "-m":
-            raise ConfigError(f"{option}: unknown option. Options of the script stand after the script.")
-        case _:
-            raise ConfigError(
-                "no script was given. Write actstore run --policy '@blocks : recompute' train.py, or -m NAME."
-            )
+    is_module, target, others = _read_words([*([] if script is None else [script]), *(arguments or [])])
     if budget is not None and policy != "keep":
         raise ConfigError(f"--budget {budget} and --policy {policy}: a budget chooses the policy. Give one of them.")
     if verify and inspect:
@@ -87,3 +77,15 @@ def run(
     code = run_script(settings, target, others, is_module=is_module)
     if code:
         raise typer.Exit(code)
+
+
+def _read_words(words: list[str]) -> tuple[bool, str, list[str]]:
+    """Return whether a module runs, its name or that of the script, and its arguments."""
+    match words:
+        case ["-m", target, *others]:
+            return True, target, others
+        case [target, *others] if not target.startswith("-"):
+            return False, target, others
+        case [option, *_] if option != "-m":
+            raise ConfigError(f"{option}: unknown option. Options of the script stand after the script.")
+    raise ConfigError("no script was given. Write actstore run --policy '@blocks : recompute' train.py, or -m NAME.")

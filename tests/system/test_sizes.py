@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import actstore
+from tests.system.lines import count
 
 ROOT = Path(actstore.__file__).parent
 MAX_FILE_LINES = 600
@@ -48,3 +49,37 @@ async def g():
 
 def test_lines_are_counted_without_the_docstring():
     assert dict(lengths(SOURCE)) == {"f": 2, "g": 5, "h": 2}
+
+
+def test_lines_are_counted_by_kind():
+    source = '''"""Text.
+
+More.
+"""
+import ast
+# a comment
+LIMIT = 3  # code
+
+
+@cache
+def f(
+    x,
+):
+    """Text."""
+    return x
+
+
+def g(): return 1
+'''
+    numbers = {
+        "code": 8,
+        "bodies": 2,
+        "signatures": 5,
+        "imports": 1,
+        "docstrings": 5,
+        "comments": 1,
+        "blank": 4,
+        "lines": 18,
+    }
+    found = count(source)
+    assert {kind: found[kind] for kind in numbers} == numbers
