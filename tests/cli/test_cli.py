@@ -36,7 +36,8 @@ def test_trains_shows_and_writes(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     values = json.loads(files["json"].read_text())
     assert [row["name"] for row in values["rows"]] == ["plain", "raw @ disk", "mine"]
-    assert all(row["step_ms"] > 0 and row["held_bytes"] > 0 and row["peak_bytes"] > 0 for row in values["rows"])
+    assert all(row["step_ms"] > 0 and row["peak_bytes"] > 0 for row in values["rows"])
+    assert all(row["held_bytes"] > 0 for row in values["rows"] if row["name"] != "raw @ disk")  # or all is there
     assert values["rows"][1]["grad_error"] == 0
     assert values["rows"][1]["loss"] == values["rows"][0]["loss"]
     assert values["workload"]["width"] == 32
