@@ -7,13 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from actstore import __version__
-
-pytest.importorskip("typer")
-
 from typer.testing import CliRunner
 
+from actstore import __version__
 from actstore.bench import files
 from actstore.cli import app as cli
 

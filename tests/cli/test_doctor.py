@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("typer")
-
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("typer")
-
 from actstore.cli import app as cli
 from actstore.cli import fit as command
 

@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-
 import torch
 
 from actstore import ActivationStore, Auto, Plan, make_plan

@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-
 from typer.testing import CliRunner
 
 from actstore.bench.result import Result

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
-
 from actstore.cli import app as cli
 from actstore.errors import ConfigError
 from actstore.rerun.target import EXAMPLE, load

@@ -142,7 +142,7 @@ def test_what_is_installed_with_it_is_what_it_requires(bare):
 
 NAMED = re.compile(r"(?:actstore|'\.)\[([\w,]+(?:\{major\})?)\]")
 NEEDED = {
-    "bench": {"matplotlib", "rich", "scikit-learn", "typer"},
+    "bench": {"matplotlib", "scikit-learn"},
     "bnb": {"bitsandbytes"},
     "bytes": {"blosc2"},
     "cpu": {"numba"},
