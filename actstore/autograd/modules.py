@@ -133,8 +133,10 @@ def stop(tracker: Tracker, before: Tracker | None) -> None:
 
 
 def keep_hooks(owner: object) -> None:
-    """Keep the hooks of modules registered until `drop_hooks`, also while no store is entered."""
+    """Register the hooks of modules after all others, and keep them until `drop_hooks`."""
     with _lock:
+        for hook in _hooks:
+            hook.remove()
         _graphs.add(owner)
         _register()
 

@@ -212,7 +212,7 @@ class ScriptStores:
                 inside.depth += 1
                 return
             self._leave_interrupted()
-        if not (module.training and torch.is_grad_enabled()) or inside.paused or not _may_be_stored():
+        if not (module.training and torch.is_grad_enabled()) or inside.is_paused or not _may_be_stored():
             return
         try:
             trained = self._of.get(module) or self._found(module)
@@ -240,14 +240,14 @@ class ScriptStores:
         inside.clear()
         trained.leave(error, None if error is None else error.__traceback__, rest[-1])
         if self._first is not None and error is None and trained.store is not None:
-            first, self._first, inside.paused = self._first, None, True
+            first, self._first, inside.is_paused = self._first, None, True
             try:
                 first(trained.store, partial(module, *args, **rest[0]))
             except ActstoreError as failure:
                 self.refusal = failure
                 raise
             finally:
-                inside.paused = False
+                inside.is_paused = False
 
     def _leave_interrupted(self) -> None:
         """Leave a store whose forward ended by an interrupt, after which PyTorch calls no hook."""
@@ -305,14 +305,14 @@ class _Inside(threading.local):
     model, module : whose forward it is; None outside of one
     depth : number of calls of this module inside of itself
     outer : the error that the caller handled when the forward began
-    paused : whether no store is to be entered
+    is_paused : whether no store is to be entered
     """
 
     model: TrainedModel | None = None
     module: Module | None = None
     depth = 0
     outer: BaseException | None = None
-    paused = False
+    is_paused = False
 
     def clear(self) -> None:
         self.model = self.module = self.outer = None

@@ -156,7 +156,7 @@ def test_the_sources_are_compiled_in_processes_of_their_own(monkeypatch: pytest.
 
     monkeypatch.setattr(gpu_compile, "find_spec", lambda name: name)
     monkeypatch.setattr(
-        gpu_compile.build, "_module", lambda name: SimpleNamespace(compile=lambda: compiled.append(name))
+        gpu_compile.launch, "_module", lambda name: SimpleNamespace(compile=lambda: compiled.append(name))
     )
     monkeypatch.setattr(gpu_compile.subprocess, "Popen", Process)
     assert gpu_compile.main(["int8", "raw"]) == 0

@@ -263,4 +263,7 @@ def open_files() -> set[str]:
                 found.add(os.readlink(f"/proc/self/fd/{number}"))
             except FileNotFoundError:  # the one that lists the folder
                 continue
-    return {path for path in found if path.startswith("/") and not path.startswith(("/dev/", "/proc/"))}
+    kept = "/kernels.lock"  # of compiled kernels, until the process ends
+    return {
+        path for path in found if path.startswith("/") and not path.startswith(("/dev/", "/proc/")) and kept not in path
+    }

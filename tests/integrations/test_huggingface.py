@@ -295,7 +295,7 @@ def test_other_hooks_around_the_loss_are_refused(tmp_path):
     trainer = make_trainer(tmp_path, [ActivationStoreCallback("recompute")])
     with (
         torch.autograd.graph.save_on_cpu(),
-        pytest.raises(actstore.errors.StateError, match=r"torch\.autograd\.graph\.save_on_cpu.*Switch them off"),
+        pytest.raises(actstore.errors.StateError, match=r"torch\.autograd\.graph\.save_on_cpu.*Disable them"),
     ):
         trainer.train()
 

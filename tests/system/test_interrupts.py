@@ -21,7 +21,7 @@ from actstore.autograd.unpack import forget_turn, turns
 from actstore.base.job import finish
 from actstore.base.reaper import Finalizer
 from actstore.errors import StateError
-from actstore.session.applied_policy import Fitted
+from actstore.session.applied_policy import AppliedPolicy
 from actstore.session.entries import StoreEntry, is_active
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.contracts.clean import traffic
@@ -220,8 +220,8 @@ REGISTERING = {
         StoreEntry._deactivate,
         StoreEntry.close,
         StoreEntry.unwind,
-        Fitted.enter,
-        Fitted.exit,
+        AppliedPolicy.enter,
+        AppliedPolicy.exit,
         forget_turn,
         compiled.wrap,
         compiled.unwrap,

@@ -72,7 +72,4 @@ def dequantize(
     missing = steps == -128  # loops of Inductor compare float32 faster than int8
     if noise is not None:
         steps = steps - (torch.where(steps == 0, 0, noise) if keep else noise)
-    values = steps * scales.to(torch.float32)
-    if noise is None and dtype is torch.float32:
-        return torch.where(missing, torch.nan, values)  # never beyond its largest number
-    return rounded(values, missing, dtype)
+    return rounded(steps * scales.to(torch.float32), missing, dtype)
