@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> None:
     kept = chain((item for item in read().items() if item[0] not in new), new.items())
     durations = {name: each for name, each in kept if each.seconds >= RECORDED_S and exists(name)}
     write(durations)
-    CONTRIBUTING.write_text(with_table(CONTRIBUTING.read_text(encoding="utf-8"), durations), encoding="utf-8")
+    CONTRIBUTING.write_text(with_table(CONTRIBUTING.read_text(encoding="utf-8"), read()), encoding="utf-8")
 
 
 if __name__ == "__main__":
