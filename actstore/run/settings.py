@@ -53,8 +53,6 @@ class Settings:
         check_policy(self.policy)
         if self.every < 0:
             raise ConfigError(f"--every {self.every}: must be 0 or more. Give the steps between two lines.")
-        if self.report and not Path(self.report).absolute().parent.is_dir():
-            raise ConfigError(f"--report {self.report}: its folder does not exist. Create it or choose another.")
         self.tiers()
 
     def tiers(self) -> list[Host | Disk]:

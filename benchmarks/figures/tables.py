@@ -247,14 +247,19 @@ def compiled_rival() -> tuple[list[str], Lines]:
     return ["model", "peak, 0.5", "step time, plain = 1", "peak of the plan", "step time, plain = 1"], lines
 
 
+def _without(row: Row) -> str:
+    """The step time of the same budget without a disk or int8, and the budget that it then needs."""
+    found = [other for _, other in _compiled(_plain) if all(other[key] == row[key] for key in ("model", "share"))]
+    return "".join(
+        f"{other['times']:.2f}" + (f", within {_size(other['budget'])}" if other["refused"] else "") for other in found
+    )
+
+
 def compiled_disk() -> tuple[list[str], Lines]:
     """Compiled models under budgets, with a disk."""
-    without = {(row["model"], row["share"]): row for _, row in _compiled(_plain)}
     lines = []
     for label, row in _compiled(lambda row: "disk" in row):
-        other = without.get((row["model"], row["share"]))
-        said = "" if other is None else f"{other['times']:.2f}"
-        said += f", within {_size(other['budget'])}" if other is not None and other["refused"] else ""
+        said = _without(row)
         window = str(row["window"] // 2**20) if row["window"] else ""
         lines.append([
             label.partition(",")[0], _budget(row), _size(row["peak"]), _size(row["away"]), window,
@@ -266,12 +271,9 @@ def compiled_disk() -> tuple[list[str], Lines]:
 
 def compiled_noise() -> tuple[list[str], Lines]:
     """Compiled models under budgets, with int8."""
-    without = {(row["model"], row["share"]): row for _, row in _compiled(_plain)}
     lines = []
     for label, row in _compiled(lambda row: "max_noise" in row):
-        other = without.get((row["model"], row["share"]))
-        said = "" if other is None else f"{other['times']:.2f}"
-        said += f", within {_size(other['budget'])}" if other is not None and other["refused"] else ""
+        said = _without(row)
         lines.append([
             label.partition(",")[0], _budget(row), _size(row["peak"]), _size(row["encoded"]), f"{row['times']:.2f}",
             said, f"{100 * row['error']:.2g} %" if row["encoded"] else "0",
