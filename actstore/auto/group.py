@@ -103,8 +103,6 @@ def _named(outline: dict[str, Any] | None) -> str:
     return "no state" if outline is None else f"plan {outline['plan']} of step {outline['step']}"
 
 
-log = logging.getLogger("actstore")
-
 ROUND_STEPS = 16  # from a report to the change of plans; in between, at these steps of the round:
 PROPOSE_STEP, ACCEPT_STEP, CONFIRM_STEP = 4, 8, 12
 
