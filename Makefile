@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 CSRC := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.hpp csrc/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv bench bench-all bench-codecs test test-more test-slow test-ranks test-ops test-models test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
+.PHONY: help venv bench bench-all bench-codecs test test-more test-slow test-ranks test-ops test-frameworks test-models test-torch test-debug fuzz soak docs check format gpu gpu-packages clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -26,7 +26,7 @@ bench: $(STAMP)  ## train a small GPT with every store and compare memory, time 
 	@mkdir -p build
 	$(BIN)/actstore bench --json build/bench.json --plot build/bench.png $(ARGS)
 
-bench-all: $(STAMP)  ## every workload with every row, scaling, largest batch, loss curves: an hour and three quarters on two cores; ARGS="--part llama"
+bench-all: $(STAMP)  ## every workload with every row, scaling, largest batch, loss curves: two hours on two cores; ARGS="--part llama"
 	$(BIN)/python -m benchmarks.suite.run $(ARGS)
 
 bench-codecs: $(STAMP)  ## compare ratio, speed and error of the codecs with Tensor.copy_ and bitsandbytes
@@ -51,9 +51,20 @@ test-ranks: $(STAMP)  ## run all tests of several processes, also those that tak
 test-ops: $(STAMP)  ## run all of PyTorch's operators and modules under stores, in every form: half an hour on two cores
 	$(BIN)/python -m pytest tests/operators -m "slow or not slow" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-test-models: $(STAMP)  ## train some hundred models of Transformers under exact and lossy policies, against plain training: ten minutes on two cores
-	@mkdir -p build
-	$(BIN)/python -m tests.models.sweep --json build/models.json $(ARGS)
+# A virtual environment of its own for the packages of requirements-models.txt; it takes all others from .venv.
+MODELS := build/models
+$(MODELS)/.stamp: requirements-models.txt $(STAMP)
+	@test -x $(MODELS)/bin/python || $(PYTHON) -m venv $(MODELS)
+	@$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-models.txt
+	@site='import site; print(site.getsitepackages()[0])'; $(BIN)/python -c "$$site" > "$$($(MODELS)/bin/python -c "$$site")/venv.pth"
+	@touch $@
+
+test-frameworks: $(MODELS)/.stamp  ## train by the trainers of docs/guide/trainers.md, and by scripts under `actstore run`, against training without a store
+	$(MODELS)/bin/python -m pytest tests/integrations tests/run -m "slow or not slow" --timeout 900 $(ARGS)
+
+test-models: $(MODELS)/.stamp  ## train hundreds of models of Transformers, diffusers, timm and torchvision under exact and lossy policies, against plain training, from where the last run ended
+	$(MODELS)/bin/python -m tests.models.sweep --json build/models.jsonl $(ARGS)
+	$(MODELS)/bin/python -m pytest tests/models -m "slow or not slow" -n 0
 
 test-torch: BIN := build/torch-$(TORCH)/bin
 test-torch:  ## run the tests under another PyTorch: TORCH=2.11.0

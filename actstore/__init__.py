@@ -48,6 +48,7 @@ __all__ = [
     "make_plan",
     "measure_gradient_error",
     "tag",
+    "tile",
 ]
 
 
@@ -56,6 +57,7 @@ if _TYPE_CHECKING:
     from actstore.inspection import fit_step, inspect_step
     from actstore.plan.plan import Plan
     from actstore.policy.encoded import encode
+    from actstore.recompute.tiles import tile
     from actstore.session.planning import make_plan
     from actstore.session.report import Report
 
@@ -68,6 +70,7 @@ _LATER = {  # names whose modules are imported when they are used
     "inspect_step": "actstore.inspection",
     "make_plan": "actstore.session.planning",
     "measure_gradient_error": "actstore.check",
+    "tile": "actstore.recompute.tiles",
 }
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# What code raises that reads a file which was edited, or has another format.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 class ActstoreError(Exception):
     """Base of all actstore errors.

@@ -32,7 +32,7 @@ from actstore.bench.environment import environment
 from actstore.devices.cpu import map_pages
 from actstore.tiers.disk import WORKERS
 from actstore.tiers.file import NamelessFile
-from actstore.tiers.staging import Ring
+from actstore.tiers.parts import Ring
 from actstore.trace import picture as timeline
 
 SHAPES = ((256, 8192, 12), (512, 4096, 12), (1024, 4096, 8), (2048, 2048, 6), (4096, 2048, 4))  # width, tokens, layers

@@ -20,7 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from actstore.cli.app import app
+from actstore.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 # Pages whose source lies outside of docs/, with their addresses. FILES: more pages, and files that pages link to.

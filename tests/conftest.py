@@ -1,6 +1,7 @@
 """Settings of every test: hypothesis repeats the same examples, tests for a GPU are skipped where there is none.
 
-`make test` runs some cases of each test function, `make test-more` the others: `tests/system/durations.py`.
+`make test` runs some cases of each test function, `make test-more` others, `make test-slow` the rest:
+`tests/system/durations.py`.
 
 Warnings are errors, save those that a folder of `EXPECTED_WARNINGS` causes on purpose.
 
@@ -44,8 +45,10 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quick = [item for item in items if not item.get_closest_marker("slow")]
     promises = [item.nodeid for item in quick if item.get_closest_marker("promise")]
-    more = durations.left_to_more([item.nodeid for item in quick], RECORDED, promises)
+    more, slow = durations.left([item.nodeid for item in quick], RECORDED, promises)
     for item in items:
+        if item.nodeid in slow and not item.get_closest_marker("more"):
+            item.add_marker("slow")
         if item.nodeid in more:
             item.add_marker("more")
         for folder, expected in EXPECTED_WARNINGS.items():

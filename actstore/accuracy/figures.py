@@ -54,14 +54,14 @@ def measure(x: Tensor, back: Tensor) -> Tensor:
     """
     xs, ys = (_sample(flat) for flat in _flattened(x, back))
     chunks = list(zip(xs, ys, strict=True))
-    largest = [torch.stack([_finite_max(part) for part in pair]) for pair in chunks]
-    most = torch.stack(largest).amax(0) if largest else torch.zeros(2, device=x.device)
+    found = [_largest(*pair) for pair in chunks]
+    most = torch.stack([each for each, _ in found]).amax(0) if found else torch.zeros(2, device=x.device)
     scale = most.amax()
     divisor = torch.where(scale > 0, scale, 1.0)
     clipped = torch.where(scale > FAINT_MAGNITUDE, CLIP_FACTOR * (most[1] / divisor), torch.inf)
     row = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=x.device)
-    for pair in chunks:
-        sums, worst = _sums(*pair, divisor, clipped)
+    for pair, (_, finite) in zip(chunks, found, strict=True):
+        sums, worst = _sums(*pair, divisor, clipped, finite=finite)
         row[:9] += sums
         row[9] = torch.maximum(row[9], worst)
     row[3] = scale
@@ -94,20 +94,32 @@ def _sample(flat: Tensor) -> tuple[Tensor, ...]:
     return flat.as_strided((MEASURED_RUNS, RUN_NUMEL), (space, 1), flat.storage_offset()).split(_at_once(flat))  # type: ignore[no-any-return]
 
 
+def _largest(x: Tensor, y: Tensor) -> tuple[Tensor, bool]:
+    """Return the largest finite magnitudes of two samples, and whether all elements are known to be finite."""
+    if x.is_cpu:  # elsewhere the host would wait
+        found = torch.stack([x.abs().amax().float(), y.abs().amax().float()])
+        if found.isfinite().all():
+            return found, True
+    return torch.stack([_finite_max(x), _finite_max(y)]), False
+
+
 def _finite_max(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 0).abs().amax().float()
 
 
-def _sums(x: Tensor, y: Tensor, divisor: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of a row over some elements, and their largest e."""
-    good_x, good_y = torch.isfinite(x), torch.isfinite(y)
-    both = good_x & good_y
-    x = torch.where(both, x, 0).float() / divisor
-    e = torch.where(both, y, 0).float() / divisor - x
+def _sums(x: Tensor, y: Tensor, divisor: Tensor, clipped: Tensor, *, finite: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums of a row over some elements, and their largest e. `finite` says that all elements are."""
+    whole, zero = torch.count_nonzero, x.new_zeros((), dtype=torch.int64)
+    good, bad, unlike = zero + x.numel(), zero, zero
+    if not finite:
+        good_x, good_y = torch.isfinite(x), torch.isfinite(y)
+        both = good_x & good_y
+        good, bad, unlike = whole(both), whole(~good_x), whole(good_x != good_y)
+        x, y = torch.where(both, x, 0), torch.where(both, y, 0)
+    x = x.float() / divisor
+    e = y.float() / divisor - x
     ex = e * x
-    whole = torch.count_nonzero
-    lost = whole(good_x != good_y) + whole(x.abs() > clipped)
-    sums = (whole(both), whole(~good_x), lost, both.new_zeros((), dtype=torch.int64))
+    sums = (good, bad, unlike + whole(x.abs() > clipped), zero)
     parts = (x.square().sum(), ex.sum(), e.square().sum(), e.sum(), ex.square().sum())
     return torch.stack([part.double() for part in (*sums, *parts)]), e.abs().amax().double()
 

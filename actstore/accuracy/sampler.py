@@ -144,7 +144,7 @@ class Sampler:
     def take(
         self,
         src: Tensor,
-        decoded: Callable[[], Tensor],
+        decoded: Callable[[], Tensor | None],
         account: Account,
         device: Device,
         trace: Trace | None,
@@ -155,7 +155,7 @@ class Sampler:
         Parameters
         ----------
         src : the encoded tensor
-        decoded : returns what its payload decodes to
+        decoded : returns what its payload decodes to; None where that is not known now
         unbooked : bytes of the payload that no one has booked
         """
         losses = self._met(account)
@@ -165,7 +165,10 @@ class Sampler:
         self._ledger.touch_peak(account, nbytes, "sampling")
         begin = device.mark(device.current()) if trace is not None else None
         try:
-            row = measure(src, decoded())
+            back = decoded()
+            if back is None:
+                return
+            row = measure(src, back)
         except torch.OutOfMemoryError:
             return
         span = None if begin is None else Between(begin, device.mark(device.current()))

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from actstore.auto.group_planner import GroupPlanner, slowest_links, tightest_grants
 from actstore.auto.group_store import GroupStore
 from actstore.auto.links import measure_links
-from actstore.auto.planner import changed, unfit
+from actstore.auto.planner import GroupPlanner, changed, slowest_links, tightest_grants, unfit
 from actstore.auto.sample import Sample
 from actstore.auto.steps import Steps
 from actstore.errors import ActstoreError, CapacityError, StateError

@@ -13,9 +13,8 @@ import torch
 from torch.nn import Module
 
 from actstore.accuracy.influence.pairs import Pairs
-from actstore.auto.duel import Duel
 from actstore.auto.machine import alloc_retries, ran_out
-from actstore.auto.planner import Planner, least_of, unfit
+from actstore.auto.planner import Duel, Planner, least_of, unfit
 from actstore.auto.probes import Probes
 from actstore.auto.sample import Sample
 from actstore.auto.steps import Steps
@@ -25,8 +24,9 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, StateError
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
+from actstore.plan.profile import Memory
 from actstore.plan.values import Grants
-from actstore.policy import Rules
+from actstore.policy import Auto, Rules
 from actstore.store.tierset import TierSet
 
 log = logging.getLogger("actstore")
@@ -43,13 +43,22 @@ class LocalBoard:
     ----------
     pairs : pairs of steps that measure the effect of errors
     switch : replaces the rules of a step that was just entered, and returns whether it could
+    auto : the policy
     """
 
-    def __init__(self, steps: Steps, grants: Grants, pairs: Pairs, switch: Callable[[Rules], bool]) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        grants: Grants,
+        pairs: Pairs,
+        switch: Callable[[Rules], bool],
+        auto: Auto,
+    ) -> None:
         self.planner = Planner(steps.model, steps.profiler, grants)
         self._steps = steps
         self._pairs = pairs
         self._switch = switch
+        self._auto = auto
         self._sizes = StepSizes()
         self._retries = alloc_retries(device_of(steps.model) or torch.device("cpu"))
         self._measured = 0  # bytes of the largest step at the first plan
@@ -108,6 +117,9 @@ class LocalBoard:
             self._plan()
         except CapacityError as error:
             if not planner.planned_for:  # no plan has run yet
+                if self._auto.total is not None and (least := least_of(error)):
+                    total = int(least + planner.probes.memory().lasting) // 1024 + 1
+                    error.add_note(f'actstore: or Auto(total="{total}KiB")')
                 for why in planner.history:
                     error.add_note(f"actstore: {why}")
                 raise
@@ -224,9 +236,26 @@ class LocalBoard:
     def _plan(self) -> None:
         """Plan from the measurements so far, and run the plan."""
         steps = self._steps
+        self._make_room(self.planner.probes.memory())
         plan, self._duel = self.planner.plan(steps.place, steps.plan, margin=self._inputs.spread)
         steps.run(plan)
         log.info("plan: %s", plan.certificate)
+
+    def _make_room(self, memory: Memory) -> None:
+        """Plan with less where a total bounds the bytes of optimizer states, too, which the first step has made.
+
+        Raises
+        ------
+        CapacityError : nothing is left for activations
+        """
+        planner, budget = self.planner, self._auto.beside(memory.lasting).budget_nbytes
+        if budget < planner.grants.device:
+            planner.limit(replace(planner.grants, device=budget))
+            planner.history.append(
+                f"optimizer states take {format_nbytes(memory.optimizer or 0)} of the total, and leave "
+                f"{format_nbytes(budget)} for activations"
+            )
+            self._steps.ledger.budget.set(budget)
 
     def _plan_for_least(self, refusal: CapacityError) -> None:
         """Run the plan with the least memory, where none keeps the budget any more."""

@@ -45,7 +45,25 @@ def memory_of(model: Module, optimizers: list[Optimizer]) -> Memory:
         sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
         sum(state.nbytes for state in states) if optimizers else None,
         sum(buffer.nbytes for buffer in model.buffers()),
+        max((_updating(optimizer) for optimizer in optimizers), default=0),
     )
+
+
+def _updating(optimizer: Optimizer) -> int:
+    """Return about the bytes that a step of the optimizer needs beside its states.
+
+    PyTorch's implementation for one tensor after the other needs those of the largest, that for lists of tensors
+    (`foreach`, the default on CUDA) those of all of a group, a fused one none.
+    """
+    most = 0
+    for group in optimizer.param_groups:
+        sizes = [parameter.nbytes for parameter in group["params"] if parameter.requires_grad]
+        foreach = group.get("foreach")
+        if foreach is None:
+            foreach = all(parameter.is_cuda for parameter in group["params"])
+        if not group.get("fused"):
+            most = max(most, sum(sizes) if foreach else max(sizes, default=0))
+    return most
 
 
 def alloc_retries(device: torch.device) -> int:

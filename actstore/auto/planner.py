@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from math import inf
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
-from actstore.auto.duel import NEAR_SHARE, Duel
 from actstore.auto.machine import machine_of
 from actstore.auto.probes import Probes
 from actstore.auto.profiler import Profiler
-from actstore.auto.watch import needs_plan, underestimate
+from actstore.auto.sample import Sample
+from actstore.auto.watch import MEASURED_STEPS, deviates, needs_plan, underestimate
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, ConfigError
 from actstore.model.units import digest_of
 from actstore.plan.build import chain_of, limits_of
 from actstore.plan.plan import Plan
-from actstore.plan.profile import Profile
-from actstore.plan.solver.chain import LayerChain, Limits
+from actstore.plan.profile import Profile, UnitBytes, UnitFigures
+from actstore.plan.solver.chain import LayerChain, Limits, Links
 from actstore.plan.values import Grants
 from actstore.store.tierset import TierSet
 
 if TYPE_CHECKING:
+    from actstore.plan.plan import Plan
     from actstore.plan.solver.solve import Solution
 
 
@@ -124,10 +128,11 @@ class Planner:
         from actstore.plan.outcome import beside, fastest, or_as_before, plan_of
 
         grants = self.grants
-        profile, chain, limits, solution = self._solve(place, grants.device if device is None else device, margin)
+        room = grants.device if device is None else device
+        profile, chain, limits, solution, shift = self._solve(place, room, margin)
         if current is not None:
             solution = or_as_before(current.decisions, chain, limits, solution)
-        plan = plan_of(profile, chain, solution, grants, self._shift, tuple(self.history))
+        plan = plan_of(profile, chain, solution, grants, shift, tuple(self.history))
         self.excess, self.planned_for = device is not None, self.probes.largest
         if solution.how == "as before" and current is not None:
             return replace(plan, rival=current.rival), None
@@ -145,9 +150,9 @@ class Planner:
         """Return the plan with the least memory, where `refusal` says that none keeps the budget any more."""
         return self.plan(place, current, device=int(least_of(refusal) * (1 + 1e-6)) + 1)[0]
 
-    def _solve(self, place: TierSet, device: int, margin: float) -> tuple[Profile, LayerChain, Limits, Solution]:
-        """Return the best choice within `device` bytes."""
-        from actstore.plan.outcome import too_small
+    def _solve(self, place: TierSet, device: int, margin: float) -> tuple[Profile, LayerChain, Limits, Solution, float]:
+        """Return the best choice within `device` bytes, and the excess of its peak over the predicted one."""
+        from actstore.plan.outcome import ran_within, too_small
         from actstore.plan.solver.microbatches import solve_step
 
         profile, grants = self.probes.profile(place.device.torch_device), self.grants
@@ -156,11 +161,15 @@ class Planner:
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):
-                return profile, chain, narrow, solve_step(chain, narrow)
+                return profile, chain, narrow, solve_step(chain, narrow), self._shift
         try:
-            return profile, chain, limits, solve_step(chain, limits)
+            return profile, chain, limits, solve_step(chain, limits), self._shift
         except CapacityError as refused:
-            raise too_small(refused, chain, limits, device, self._shift, self.probes.one_lines()) from None
+            steps = self.probes.peaks()
+            if (found := ran_within(chain, limits, steps, device)) is not None:
+                return profile, chain, limits, *found
+            smallest = min((peak for _, peak in steps), default=inf)
+            raise too_small(refused, chain, limits, device, self._shift, self.probes.one_lines(), smallest) from None
 
 
 def least_of(refusal: CapacityError) -> float:
@@ -188,3 +197,183 @@ def changed(before: Grants, now: Grants) -> str:
 
 def _limit(nbytes: int | None) -> str:
     return "without a limit" if nbytes is None else format_nbytes(nbytes)
+
+
+log = logging.getLogger("actstore")
+
+Report = Mapping[str, Any]
+
+
+class GroupPlanner(Planner):
+    """Planner of ranks that run the same model: one of them runs it, on the measurements of all.
+
+    The slowest rank decides times, and the largest decides bytes.
+
+    A report of a rank has "samples" (a dict of `Sample` by step), "peak" and "saved" (bytes of its largest step), and
+    "writers" (as in `Profiler`) and "bound" (as in `Separability`).
+
+    Parameters
+    ----------
+    grants, links : the tightest and the slowest of all ranks
+    """
+
+    def __init__(self, model: Module, profiler: Profiler, grants: Grants, links: Links) -> None:
+        super().__init__(model, profiler, grants)
+        self.probes.use(links)
+        self._reviews = 0
+        self._time_review = 1  # the number of the next review that may plan again because of time
+
+    def state(self) -> dict[str, Any]:
+        """Return what `resume` takes, as JSON values."""
+        return {**super().state(), "reviews": [self._reviews, self._time_review]}
+
+    def resume(self, state: Mapping[str, Any]) -> str:
+        """Go on as the planner that gave the state."""
+        self._reviews, self._time_review = state["reviews"]
+        return super().resume(state)
+
+    def propose(self, place: TierSet, reports: Sequence[Report]) -> dict[str, str] | Plan:
+        """Return the decisions of the next step that measures, or the plan where enough is known.
+
+        Raises
+        ------
+        CapacityError : no plan fits into the budget; the error names the least possible
+        """
+        self._add(reports, max(report["peak"] for report in reports))
+        decisions = self.probes.propose(place)
+        if decisions is not None:
+            return decisions
+        self.end_probes()
+        return self.plan(place)[0]
+
+    def review(self, place: TierSet, plan: Plan, reports: Sequence[Report]) -> Plan | None:
+        """Return a plan to run instead of `plan`, where the steps that ranks report deviate from its prediction."""
+        peak = max(report["peak"] for report in reports)
+        known = self.probes.largest
+        samples = self._add(reports)
+        needs_plan = self.needs_plan(max(report["saved"] for report in reports), known)
+        self._reviews += 1
+        why = ""
+        if peak > self.grants.device and needs_plan:
+            why = self.exceeded(peak, plan)
+        elif len(samples) >= MEASURED_STEPS and not self.excess and self._reviews >= self._time_review:
+            step = median(sample.total * self.probes.scale(sample.saved) for sample in samples)
+            if deviates(step, plan.predicted.step):
+                self._time_review = 2 * self._reviews  # it may be noise
+                why = f"a step took {step:.1f} ms instead of {plan.predicted.step:.1f}"
+        if not why:
+            return None
+        log.info("plans again for the group: %s", why)
+        self.history.append(why)
+        try:
+            new, _ = self.plan(place, plan)
+        except CapacityError as refusal:
+            new = self.least(place, refusal, plan)
+            log.warning("%s, and no plan of the group keeps the budget: the one with the least memory runs next", why)
+        return None if new.decisions == plan.decisions else new
+
+    def _add(self, reports: Sequence[Report], peak: float = 0.0) -> list[Sample]:
+        """Add the steps that all ranks have measured, and return them."""
+        for report in reports:
+            self._profiler.writers.update(report["writers"])
+            self._profiler.separability.bound.update(report["bound"])
+        steps = [step for step in reports[0]["samples"] if all(step in report["samples"] for report in reports)]
+        samples = [slowest_sample([sample_of(report["samples"][step]) for report in reports]) for step in steps]
+        for sample in samples:
+            self.probes.add(sample, peak)
+        return samples
+
+
+def sample_of(values: dict[str, Any]) -> Sample:
+    """Build a sample from its `asdict`."""
+    figures = {unit: [_figures_of(each) for each in of_unit] for unit, of_unit in values["figures"].items()}
+    return Sample(**{**values, "figures": figures})
+
+
+def _figures_of(values: dict[str, Any]) -> UnitFigures:
+    parts = {name: UnitBytes(**part) for name, part in values["parts"].items()}
+    return UnitFigures(**{**values, "parts": parts})
+
+
+def slowest_sample(samples: Sequence[Sample]) -> Sample:
+    """Return the sample that took longest, with the largest sizes of all in each part of each unit."""
+    first, *others = sorted(samples, key=lambda sample: -sample.total)
+    figures = dict(first.figures)
+    for other in others:
+        for unit, theirs in other.figures.items():
+            ours = figures.get(unit, theirs)
+            if [each.decision for each in ours] == [each.decision for each in theirs]:
+                figures[unit] = [_with_most_bytes(*pair) for pair in zip(ours, theirs, strict=True)]
+    calls = {unit: max(sample.calls.get(unit, 0) for sample in samples) for unit in figures}
+    turns = {unit: _most(unit, samples) for unit in first.turns}
+    return replace(first, figures=figures, calls=calls, turns=turns)
+
+
+def _most(unit: str, samples: Sequence[Sample]) -> list[int]:
+    """Return the most calls of a unit at each turn; all at one turn, where ranks have other numbers of turns."""
+    numbers = {len(turns) for sample in samples for turns in sample.turns.values()}
+    nothing = [0] * max(numbers)
+    found = [sample.turns.get(unit, nothing) for sample in samples]
+    return [max(each) for each in zip(*found, strict=True)] if len(numbers) == 1 else [max(map(max, found))]
+
+
+def _with_most_bytes(ours: UnitFigures, theirs: UnitFigures) -> UnitFigures:
+    names = dict.fromkeys([*ours.parts, *theirs.parts])
+    parts = {}
+    for name in names:
+        pair = asdict(ours.parts.get(name, UnitBytes())), asdict(theirs.parts.get(name, UnitBytes()))
+        parts[name] = UnitBytes(**{field: max(each[field] for each in pair) for field in pair[0]})
+    return replace(ours, parts=parts, transient=max(ours.transient, theirs.transient))
+
+
+def slowest_links(links: Sequence[Links]) -> Links:
+    """Return the links with the lowest rates of all."""
+    lowest = {name: min(getattr(each, name) for each in links) for name in asdict(links[0])}
+    return Links(**lowest)
+
+
+def tightest_grants(grants: Sequence[Grants]) -> Grants:
+    """Return the grants with the lowest limits of all."""
+    granted: dict[str, list[int]] = {}
+    for place in ("host", "disk"):
+        granted[place] = [limit for each in grants if (limit := getattr(each, place)) is not None]
+    return Grants(
+        min(each.device for each in grants),
+        min(granted["host"], default=None),
+        min(granted["disk"], default=None),
+        min(each.max_noise for each in grants),
+    )
+
+
+DUEL_STEPS = 3  # of each
+NEAR_SHARE = 0.1  # of the plan's predicted time: a policy that is predicted to be slower by more is not run
+
+
+class Duel:
+    """Steps of two plans by turns: the solver's, and a policy in one line.
+
+    Parameters
+    ----------
+    plan : the solver's
+    rival : the other one, which is `text`
+    """
+
+    def __init__(self, plan: Plan, rival: Plan, text: str) -> None:
+        self._plans = plan, rival
+        self._text = text
+        self._steps: list[tuple[float, float]] = []  # milliseconds and peak, the solver's first
+
+    def add(self, ms: float, peak: float) -> tuple[Plan, bool]:
+        """Add a step. Returns the plan of the next one, and whether it has won."""
+        self._steps.append((ms, peak))
+        if len(self._steps) < 2 * DUEL_STEPS:
+            return self._plans[len(self._steps) % 2], False
+        times = [median(ms for ms, _ in self._steps[i::2]) for i in range(2)]
+        best = times.index(min(times))
+        mine, other = f"{times[best]:.1f} ms a step", f"{times[1 - best]:.1f} ms"
+        if best:
+            said = f"This is {self._text!r}: by turns it took {mine}, the solver's choice {other}."
+        else:
+            said = f"Faster than {self._text!r}: by turns this plan took {mine}, the policy {other}."
+        peak = max(peak for _, peak in self._steps[best::2])
+        return replace(self._plans[best], rival=said)._ran(times[best], peak), True

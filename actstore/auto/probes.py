@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from math import inf
@@ -13,28 +13,171 @@ from weakref import WeakSet
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.optim import Optimizer
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
-from actstore.auto.candidates import LOSSY, Candidates, OneLines, one_lines
 from actstore.auto.forecast import Forecast
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of, memory_of
 from actstore.auto.profiler import Profiler
 from actstore.auto.sample import Sample, UnitCalls, scaled
 from actstore.base.spec import Site
-from actstore.model.units import digest_of
+from actstore.model.blocks import has_forward
+from actstore.model.units import Shape, digest_of
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.decisions import KEEP, RECOMPUTE, offloads
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute, offloads
 from actstore.plan.fields import read_as
-from actstore.plan.profile import Profile, Unit, UnitFigures, medians
+from actstore.plan.profile import Memory, Profile, Unit, UnitFigures, medians
+from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.values import Grants
+from actstore.policy.aliases import attention_of
 from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
+LOSSY = "int4(round=dither)"
+
+
+class Candidates:
+    """Decisions that may be tried on the units of a model, within the grants of the user.
+
+    Attributes
+    ----------
+    shapes : the units, by name
+    on_host : whether the compute device is the CPU
+    """
+
+    def __init__(self, profiler: Profiler, grants: Grants, calls: UnitCalls) -> None:
+        self.shapes = {shape.name: shape for shape in profiler.shapes}
+        self.grants, self.calls, self.on_host = grants, calls, True
+        self._profiler = profiler
+
+    def tiers(self) -> list[str]:
+        """Return the granted tiers beside the device, the fastest first."""
+        granted = ("host", 0 if self.on_host else self.grants.host), ("disk", self.grants.disk)
+        return [tier for tier, grant in granted if grant != 0]
+
+    def least(self) -> dict[str, str]:
+        """Return the decisions with the least memory, as far as known without a plan."""
+        tier = next(iter(self.tiers()), "")
+        again, else_ = (f"recompute(raw @ {tier})", f"derive(raw @ {tier})") if tier else (RECOMPUTE, DERIVE)
+        named = [shape for shape in self.shapes.values() if shape.named and shape.name]
+        return {shape.name: again if self.frees(shape) else else_ for shape in named}
+
+    def frees(self, shape: Shape) -> bool:
+        """Return whether to recompute the unit frees more than `derive` does: not where it is one operator."""
+        cell = isinstance(shape.module, RNNBase | RNNCellBase)
+        return self.recomputable(shape) and (cell or not _is_simple(shape.module))
+
+    def recomputable(self, shape: Shape) -> bool:
+        """Return whether the unit can run again, as far as steps have shown."""
+        return shape.recomputable and shape.name not in self._profiler.writers
+
+    def of(self, shape: Shape, figures: Mapping[str, UnitFigures]) -> list[str]:
+        """Return the decisions to try on a unit."""
+        tiers = self.tiers()
+        lossy = ["int8", LOSSY] if self.grants.max_noise else []
+        found, late = [KEEP], list[str]()
+        if not shape.named:
+            return found
+        if self.recomputable(shape):
+            found.append(RECOMPUTE)
+            if replays := self._replays(shape.name):
+                return [*found, *replays]
+            found += [f"recompute(raw @ {tier})" for tier in tiers]
+            keep = figures.get(KEEP)
+            if keep is not None:
+                parts = {
+                    name: of_part
+                    for name, part in shape.parts.items()
+                    if self._worth(f"{shape.name}.{name}", part) and (of_part := keep.parts.get(name))
+                    if of_part.saved > MIN_PART_SHARE * keep.total("saved")
+                }
+                found += [f"{name} : recompute" for name in parts]
+                late += self._profiler.separability.exceptions(shape.name, parts, figures, tiers, lossy=bool(lossy))
+        moved = [f"{codec} @ {tier}" for tier in tiers for codec in ("raw", *lossy)]
+        derived = [f"derive({wait})" for wait in (*lossy, *moved) if wait.startswith("int8")]
+        return [*found, *late, DERIVE, "expack", *lossy, *moved, *derived]
+
+    def forms(self, name: str, decision: str) -> list[str]:
+        """Return the forms of a decision to try, in order. For a unit with several calls, some keep part of these."""
+        calls = self.calls.chained(name)
+        if decision not in (KEEP, RECOMPUTE) or calls == 1:
+            return [decision]
+        some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
+        return [decision, *some] if decision == KEEP else [*some, decision]
+
+    def finer(self, name: str) -> list[str]:
+        """Return decisions on a unit that may need less memory than to recompute it as a whole."""
+        shape = self.shapes[name]
+        if not self.recomputable(shape):
+            return []
+        parts = [
+            part
+            for part, module in shape.parts.items()
+            if self._worth(f"{name}.{part}", module) and next(module.children(), None) is not None
+        ]
+        by_parts = ["; ".join(f"{part} : recompute" for part in parts)] if len(parts) > 1 else []
+        return self._replays(name) or by_parts
+
+    def _replays(self, name: str) -> list[str]:
+        """Return the replays to try on a unit that runs several times in a step."""
+        calls = self.calls.chained(name)
+        return [segments_of(PROBE_SEGMENT)] * (calls > 1) + [revolve_of(PROBE_SLOTS)] * (calls > 2 * PROBE_SLOTS)
+
+    def _worth(self, name: str, part: Module) -> bool:
+        """Return whether to try to recompute a part. PyTorch's activations and dropouts save at most an input, and some
+        models change that input afterwards."""
+        plain = Shape(name, part, {}, True).recomputable and has_forward(part)
+        useless = _is_simple(part) and next(part.parameters(), None) is None
+        return plain and not useless and name not in self._profiler.writers
+
+
+def _is_simple(module: Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+
+
+OneLines = Mapping[str, Mapping[str, str]]
+"""Decisions by unit, by the text of a policy."""
+
+
+def one_lines(
+    model: Module, units: Iterable[str], blocks: Sequence[str], tiers: Iterable[str], *, lossy: bool
+) -> OneLines:
+    """Return policies in one line, the most common ones first.
+
+    Parameters
+    ----------
+    units : all units that a rule can name
+    blocks : those that can be recomputed
+    """
+    units = list(units)
+    inner = {block: [] for block in blocks}  # type: dict[str, list[str]]
+    for name in attention_of(model):
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                inner[block].append(name[len(block) + 1 :])
+    attention = {block: except_from_recompute(names[0], KEEP) for block, names in inner.items() if len(names) == 1}
+    recompute = dict.fromkeys(blocks, RECOMPUTE)
+    found = {
+        "@blocks : recompute": recompute,
+        "@blocks : recompute; * : derive": dict.fromkeys(units, DERIVE) | recompute,
+        "derive": dict.fromkeys(units, DERIVE),
+        "@attention : keep; @blocks : recompute": recompute | attention if attention else {},
+        "*/@sdpa : keep; @blocks : recompute": dict.fromkeys(blocks, except_from_recompute("@sdpa", KEEP)),
+    }
+    for tier in tiers:
+        found[f"raw @ {tier}"] = dict.fromkeys(units, f"raw @ {tier}")
+        found[f"@blocks : recompute(raw @ {tier})"] = dict.fromkeys(blocks, f"recompute(raw @ {tier})")
+    for text in ("int8", "derive(int8)") if lossy else ():
+        found[text] = dict.fromkeys(units, text)
+    return {text: decisions for text, decisions in found.items() if decisions}
+
+
 SAMPLES_PER_DECISION = 3  # on each kind of unit
+ALIKE = 0.01  # relative difference of the saved bytes of units of one kind
 MAX_MEASURED_STEPS = 40  # before the first plan
 SAME_SIZE_SHARE = 0.95  # of the largest step's bytes: the figures of steps that save less are scaled up
 
@@ -64,6 +207,7 @@ class Probes:
         self.excess = 0.0
         self._profiler = profiler
         self._model = model
+        self._was: str = digest_of(model) if before is None or before.steps > 1 else before._was
         self._grants = grants
         self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
         self._calls = UnitCalls()
@@ -71,6 +215,7 @@ class Probes:
         self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
+        self._peaks: list[tuple[dict[str, str], int, float]] = []  # of steps, with their decisions and saved bytes
         self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
         self._proposed: dict[str, str] = {}  # of the step that runs
         self._links: Links | None = None if before is None else before._links
@@ -81,6 +226,10 @@ class Probes:
     def has_met(self) -> bool:
         """True where an optimizer of the model has stepped."""
         return bool(self._optimizers.found)
+
+    def memory(self) -> Memory:
+        """Return the device memory beside activations."""
+        return memory_of(self._model, list(self._optimizers.found))
 
     def use(self, links: Links) -> None:
         """Set the rates of the links, instead of those that `propose` would measure."""
@@ -122,9 +271,11 @@ class Probes:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Take over the measurements of another process."""
-        self.steps, self.largest, self._rest = state["steps"], state["largest"], state["rest"]
+        self.steps, self.largest = int(state["steps"]), int(state["largest"])
+        self._rest = [float(ms) for ms in state["rest"]]
         self._samples = {
-            name: [(read_as(UnitFigures, f), saved) for f, saved in each] for name, each in state["samples"].items()
+            name: [(read_as(UnitFigures, f), int(saved)) for f, saved in each]
+            for name, each in state["samples"].items()
         }
         calls, self._kinds, ran, self._noise = state["tables"]
         self._calls = self._tries.calls = UnitCalls(calls, state.get("turns", {}))
@@ -147,6 +298,9 @@ class Probes:
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
         if not first:  # the first step includes all one-time work
             self._rest.append(sample.rest)
+        if peak and all(len(figures) == 1 for figures in sample.figures.values()):
+            ran = {name: figures[0].decision for name, figures in sample.figures.items()}
+            self._peaks.append((ran, sample.saved, peak))
         if not any(map(offloads, self._proposed.values())):  # copies in transit come on top
             decisions = {name: self._proposed.get(name, KEEP) for name in self._kinds}
             self.excess = max(self.excess, peak - self._forecast().peak(decisions))
@@ -272,6 +426,10 @@ class Probes:
             by_kind.setdefault(self._kinds[name], []).extend(alike)
         return {kind: medians(samples) for kind, samples in by_kind.items()}
 
+    def peaks(self) -> list[tuple[dict[str, str], float]]:
+        """Return the decisions of measured steps, and their peaks, scaled to the largest step."""
+        return [(decisions, self.scale(saved) * peak) for decisions, saved, peak in self._peaks]
+
     def one_lines(self) -> OneLines:
         """Return policies in one line for the model, by their text."""
         named = [name for name in self._kinds if name and self._tries.shapes[name].named]
@@ -299,8 +457,8 @@ class Probes:
             self.figures(),
             self._links or Links(),
             median(self._rest) if self._rest else 0.0,
-            memory_of(self._model, list(self._optimizers.found)),
-            digest_of(self._model),
+            self.memory(),
+            " ".join(dict.fromkeys((self._was, digest_of(self._model)))),
             machine_of(device),
             self.steps,
         )
@@ -332,9 +490,12 @@ class Probes:
     def _kind(self, name: str, saved: int) -> str:
         module = self._tries.shapes[name].module
         shapes = [tuple(parameter.shape) for parameter in module.parameters()]
-        kind = (
-            f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} {saved}{self._calls.text(name)}"
-        )
+        alike = f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} "
+        others = (other for other, kind in self._kinds.items() if kind.startswith(alike))
+        sizes = (self._samples[other][0][0].total("saved") for other in others)
+        # The first block may save what all share, such as rotary embeddings.
+        saved = next((size for size in sizes if abs(size - saved) <= ALIKE * saved), saved)
+        kind = f"{alike}{saved}{self._calls.text(name)}"
         if not self._tries.shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
         return kind if self._tries.recomputable(self._tries.shapes[name]) else f"{kind} once"

@@ -9,6 +9,7 @@ from torch.nn import Module
 from actstore.auto.profiler import Profiler
 from actstore.auto.watch import StepTimes
 from actstore.base.ledger import Ledger
+from actstore.devices import cpu_memory
 from actstore.model.names import named_modules
 from actstore.plan.decisions import rules_of
 from actstore.plan.plan import Plan
@@ -55,6 +56,7 @@ class Steps:
         if plan.window is not None and self._sets_window:
             self.place.engine.resize(plan.window)
         self.times.clear()
+        cpu_memory.trim()  # measured steps need more than those of the plan
 
     def forget(self) -> None:
         """Forget the plan, as steps are measured again."""

@@ -61,8 +61,9 @@ class StepTimes:
 
     def resume(self, state: list[Any]) -> None:
         """Go on as in another process."""
-        self._steps, self._measure_at, self._replan_at, samples = state
-        self._samples = [(total, saved) for total, saved in samples]
+        *numbers, samples = state
+        self._steps, self._measure_at, self._replan_at = map(int, numbers)
+        self._samples = [(float(total), int(saved)) for total, saved in samples]
 
     def begin(self) -> None:
         """Begin a step of a plan."""
@@ -131,9 +132,10 @@ class Inputs:
 
     def resume(self, state: list[Any]) -> None:
         """Take over the sizes of another process."""
-        self._largest, self._size, saved = state
+        largest, size, saved = state
+        self._largest, self._size = int(largest), int(size)
         self.forget()
-        self._saved.extend(saved)
+        self._saved.extend(map(int, saved))
 
     def begin(self) -> None:
         """Register the hook that reads the input size of the step."""

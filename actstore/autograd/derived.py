@@ -2,12 +2,12 @@
 
 GELU's backward reads GELU's input. So the store need not hold GELU's output, which the next linear layer saves: GELU
 computes it from that input. The same holds for activations, products and normalizations. The same operator on the same
-bytes returns the same bytes.
+bytes returns the same bytes. On a decoded input it returns a tensor with an error about as large as that input's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,12 +18,14 @@ from torch._C import _current_graph_task_id
 from torch.nn import GroupNorm, LayerNorm, Module, RMSNorm
 
 from actstore.autograd.handles import Kept, Stored, check_version
-from actstore.autograd.readers import Reader
 from actstore.autograd.tracker import SMALL_INDEX, Frame
 from actstore.base import cpu_threads
 from actstore.base.ledger import Account, Ledger
 from actstore.base.spec import Site, Spec
+from actstore.codecs import Codec
 from actstore.errors import ActstoreError, StateError
+from actstore.store.comparison import at_hand
+from actstore.store.payload import Payload
 
 MAX_CHAINED_OPERATORS = 4  # that run one after the other for one tensor
 
@@ -124,14 +126,40 @@ def _rms_norm(node: Any) -> Function:
     return run
 
 
+def _bias_of(node: Any) -> _Pinned | None:
+    """Return the bias of a GroupNorm."""
+    _, bias, version, site = node.metadata[NORM]
+    return None if bias is None else _Pinned.of(bias, version, site)
+
+
 def _group_norm(node: Any) -> Function:
-    eps, bias, version, site = node.metadata[NORM]
+    eps = node.metadata[NORM].eps
     options = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, eps
-    pinned = None if bias is None else _Pinned.of(bias, version, site)
+    pinned = _bias_of(node)
 
     def run(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
         made, _, again = torch.native_group_norm(x, weight, pinned and pinned.get(), *options)
         return _proved(made, again, rstd, "GroupNorm", eps)
+
+    return run
+
+
+def _standardized(x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Normalize `x`, which has an error, by the saved statistics, which have none. Returns float32."""
+    made = x.mul(rstd.float()) if mean is None else x.sub(mean.float()).mul_(rstd)  # promoted, without a copy of x
+    if weight is not None:
+        made.mul_(weight)
+    return made if bias is None else made.add_(bias)
+
+
+def _standardized_groups(node: Any) -> Function:
+    groups, pinned = node._saved_group, _bias_of(node)
+
+    def run(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+        ones, bias = [1] * (x.dim() - 2), pinned and pinned.get()
+        mean, rstd = (each.view(*each.shape, 1, *ones) for each in (mean, rstd))
+        weight, bias = (None if each is None else each.view(1, groups, -1, *ones) for each in (weight, bias))
+        return _standardized(x.unflatten(1, (groups, -1)), mean, rstd, weight, bias).flatten(1, 2)
 
     return run
 
@@ -173,12 +201,31 @@ RULES: dict[str, Rule] = {
 }
 
 
+_WITH_ERROR: dict[str, Rule] = {  # in place of those above, where the first input comes back with an error
+    "NativeLayerNormBackward0": Rule.of("input result1 result2 weight bias", lambda node: _standardized, optional=2),
+    "FusedRmsNormBackward0": Rule.of(
+        "input result1 weight",
+        lambda node: lambda x, rstd, weight: _standardized(x, None, rstd, weight, None),
+        optional=1,
+    ),
+    "NativeGroupNormBackward0": Rule.of("input result1 result2 weight", _standardized_groups, optional=1, norm=True),
+}
+
+
 class Recipe(NamedTuple):
-    """A function, the handles of its arguments, and the number of operators in a row that reading them all takes."""
+    """Recipe of a tensor.
+
+    Attributes
+    ----------
+    inputs : handles of the arguments of `function`
+    deep : number of operators in a row that reading all inputs takes
+    codec : lossy codec of inputs; None where all of them come back exactly
+    """
 
     function: Function
     inputs: list[Any]
     deep: int
+    codec: Codec | None
 
 
 def is_plain(tensor: Tensor, root: Tensor) -> bool:
@@ -201,17 +248,28 @@ def is_masked(tensor: Tensor) -> bool:
     return node._raw_saved_self.data is None or node._raw_saved_other.data is None
 
 
-def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None:
+def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool], codec: Codec | None = None) -> Recipe | None:
     """Return the recipe of an operator's output from what its node saved through a store; None where one is impossible.
 
     Parameters
     ----------
     is_ours : returns whether an unpack hook is a store's
+    codec : a lossy codec: inputs that it encoded will do, where exact ones are not to be had
     """
     node: Any = tensor.grad_fn
-    rule = RULES.get(node.name())
+    name = node.name()
+    rule = RULES.get(name)
     if rule is None or tensor.output_nr or tensor.storage_offset():
         return None
+    recipe = _recipe(tensor, node, rule, is_ours, None)
+    if recipe is None and codec is not None and not codec.lossless:
+        recipe = _recipe(tensor, node, _WITH_ERROR.get(name, rule), is_ours, codec)
+    return recipe
+
+
+def _recipe(
+    tensor: Tensor, node: Any, rule: Rule, is_ours: Callable[[Any], bool], codec: Codec | None
+) -> Recipe | None:
     if rule.norm:
         norm = node.metadata.get(NORM)
         if norm is None or (norm.bias is not None and norm.bias._version != norm.version):
@@ -229,11 +287,10 @@ def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None
             if saved is None:
                 return None
             handle = saved.data
-        if isinstance(handle, Reader):
-            handle = handle.handle
-        if not is_ours(saved.unpack_hook) or not _comes_back_exactly(handle):
+        handle = getattr(handle, "handle", handle)  # of a reader
+        if not is_ours(saved.unpack_hook) or not _comes_back(handle, codec):
             return None
-        if rule.norm and not tensor.is_cpu and isinstance(handle, Stored) and handle.region is not None:
+        if not (codec or tensor.is_cpu) and rule.norm and isinstance(handle, Stored) and handle.region is not None:
             return None  # it may come back with another alignment, and a GPU's kernel then adds in another order
         inputs.append(handle)
     deep = 1 + max(handle.deep if isinstance(handle, Derived) else 0 for handle in inputs)
@@ -243,7 +300,7 @@ def find_recipe(tensor: Tensor, is_ours: Callable[[Any], bool]) -> Recipe | None
         if type(handle) is tuple:
             alias, version, frame = handle
             inputs[index] = _Pinned.of(alias, version, Site(frame.place.name, SMALL_INDEX), frame)
-    return Recipe(rule.bind(node), inputs, deep)
+    return Recipe(rule.bind(node), inputs, deep, codec)
 
 
 def _result_saved_by(product: Any, index: int) -> Any:
@@ -256,17 +313,24 @@ def _result_saved_by(product: Any, index: int) -> Any:
     return None if producer is None or number else getattr(producer, "_raw_saved_result", None)
 
 
-def _comes_back_exactly(handle: Any) -> bool:
-    """Return whether a saved tensor will be available in backward, bit for bit, as far as is known now."""
+def _comes_back(handle: Any, codec: Codec | None) -> bool:
+    """Return whether a saved tensor will be available in backward, as far as is known now.
+
+    codec : lossy codec that may have encoded it; None where it must come back bit for bit
+    """
     if isinstance(handle, Stored):
-        if handle.alias is not None or handle.any_version or not (handle.owner or handle).codec.lossless:
+        if handle.alias is not None or handle.any_version:
             return False
-        return handle.witness._version == handle.version
+        found = (handle.owner or handle).codec
+        alike = found.lossless or (codec is not None and found in (codec, codec.keeping_signs))
+        return alike and handle.witness._version == handle.version
     if type(handle) is tuple:  # DeepSpeed's ZeRO-3 gathers a weight for its own module only
         return handle[0]._version == handle[1] and not hasattr(handle[0], "ds_id")
     if isinstance(handle, Kept):
         return handle.alias._version == handle.version
-    return isinstance(handle, Derived) and handle.witness._version == handle.version
+    if not isinstance(handle, Derived) or handle.codec not in (None, codec):
+        return False
+    return handle.witness._version == handle.version
 
 
 class _Pinned(NamedTuple):
@@ -302,10 +366,15 @@ class _Pinned(NamedTuple):
 
 
 class Derived:
-    """A tensor that an operator computes anew when backward reads it. It holds the handles of the operator's inputs."""
+    """A tensor that an operator computes anew when backward reads it. It holds the handles of the operator's inputs.
+
+    Attributes
+    ----------
+    codec : lossy codec of payloads that it is computed from; None where it comes back exactly
+    """
 
     __slots__ = (
-        "__weakref__", "account", "deep", "function", "inputs", "ledger", "made", "offset", "shape", "stride",
+        "__weakref__", "account", "codec", "deep", "function", "inputs", "ledger", "made", "offset", "shape", "stride",
         "threads", "version", "witness", "working",
     )  # fmt: skip
 
@@ -321,7 +390,7 @@ class Derived:
     ) -> None:
         self.account = account
         self.ledger = ledger
-        self.function, self.inputs, self.deep = recipe
+        self.function, self.inputs, self.deep, self.codec = recipe
         self.working = working  # called when the operator starts; returns a function to call at its end
         self.threads = cpu_threads.number()  # the rounding at the ends of each thread's share depends on it
         self.made = root.shape, root.stride()
@@ -352,6 +421,8 @@ class Derived:
                 if cpu_threads.number() != self.threads:
                     stack.enter_context(cpu_threads.using(self.threads))
                 made = self.function(*inputs)
+                if self.codec is not None and made.dtype != self.witness.dtype:
+                    made = made.to(self.witness.dtype)
         except ActstoreError as error:
             error.add_context(f"while making {self.account.site} ({self.spec}) again")
             raise
@@ -367,3 +438,16 @@ class Derived:
         if self.shape == shape and self.stride == stride:
             return made
         return made.as_strided(self.shape, self.stride, self.offset)
+
+    def peek(self) -> Tensor | None:
+        """Return what `get` will return, and move nothing for it; None where a payload has left the device."""
+        with ExitStack() as stack:
+            here = all(stack.enter_context(at_hand(payload)) for payload in self._payloads())
+            return self.get() if here else None
+
+    def _payloads(self) -> Iterator[Payload]:
+        for handle in self.inputs:
+            if isinstance(handle, Derived):
+                yield from handle._payloads()
+            elif isinstance(handle, Stored):
+                yield handle.owner or handle

@@ -21,23 +21,22 @@ from torch.nn import Module, Parameter
 from actstore.autograd.compiled import region_saves
 from actstore.autograd.composite import Composite, StoredPart, is_parameter, parts_of
 from actstore.autograd.deciders import is_reader
-from actstore.autograd.derived import Derived, find_recipe, is_masked, is_plain, note_norm
+from actstore.autograd.derived import Derived, Recipe, find_recipe, is_masked, is_plain, note_norm
 from actstore.autograd.encoder import Encoder, SavedTensor, name_in, set_precedent
 from actstore.autograd.handles import Kept, Stored, alias_of
-from actstore.autograd.originals import return_originals
 from actstore.autograd.protect import COMPILED, COMPUTED, MAX_NODES_INSPECTED, WITHOUT_GRADIENT, is_of_weight_hook
 from actstore.autograd.readers import Reader, Readers
 from actstore.autograd.regions import is_whole
 from actstore.autograd.storages import part_of
 from actstore.autograd.tracker import ASK, DEVICE, MAX_SMALL_PER_FRAME, SMALL_INDEX, Deriving, Precedent, target_of
-from actstore.autograd.unpack import COMPILER, Handle, is_ours, turns
+from actstore.autograd.unpack import COMPILER, Handle, is_ours, return_originals, turns
 from actstore.autograd.verdict import Facts, judge, mask_codec, note_of, why_unfit, why_unstorable
 from actstore.base.checkpoints import in_reentrant
+from actstore.base.compiler import is_traced
 from actstore.base.note import DERIVED, FOLLOWED, Note
 from actstore.base.operators import producer_of
 from actstore.base.spec import Site, Spec
 from actstore.base.storage import free_weak, hold_weak
-from actstore.base.tracing import is_traced
 from actstore.errors import ActstoreError
 from actstore.policy.rules import asks_operators, derives
 
@@ -208,20 +207,27 @@ class Scope:
         if isinstance(decided, Deriving):
             account.decision, target = decided.decision, decided.rest
             shares = self.storages.is_kept(key) or (target is not None and key in self.storages.stored)
-            if outer is None and not shares and (derived := self._derive(tensor, account, key, storage)) is not None:
-                return derived
+            recipe = self._recipe(tensor, account, target) if outer is None and not shares else None
+            if recipe is not None and recipe.codec is None:
+                return self._derived(tensor, account, key, storage, recipe)
             if target is None and (codec := mask_codec(tensor)) is not None:
                 target = codec, DEVICE, True, decided.decision
         else:
-            target = decided
+            target, recipe = decided, None
         if target is None:
             return self._keep(tensor, account, key, storage)
-        return self._encode_or_keep(saved, account, target, before)
+        return self._encode_or_keep(saved, account, target, before, recipe)
 
-    def _encode_or_keep(self, saved: SavedTensor, account: Account, target: Target, before: tuple[int, int]) -> Handle:
-        """Return the handle of a tensor whose target is a codec, by the verdict on it."""
+    def _encode_or_keep(
+        self, saved: SavedTensor, account: Account, target: Target, before: tuple[int, int], recipe: Recipe | None
+    ) -> Handle:
+        """Return the handle of a tensor whose target is a codec, by the verdict on it.
+
+        recipe : of the tensor with an error, which serves where the codec's own would
+        """
         tensor, frame, _, key, storage, nbytes, outer = saved
-        codec, tiers, protected, account.decision = target
+        codec, tiers, protected, decision = target
+        derive, account.decision = account.decision, decision
         reason = why_unstorable(tensor, in_backward=_current_graph_task_id() != -1)
         whole = not reason and is_whole(tensor, nbytes)
         reason = reason if reason or whole else why_unfit(tensor, nbytes, self._min_nbytes)
@@ -232,33 +238,29 @@ class Scope:
         known = tensor if outer is None else outer
         exact = frame.exact or COMPUTED * (key in self.storages.computed or is_of_weight_hook(frame.module, key))
         first = outer is None is frame.inputs and not codec.lossless and self.storages.is_new(key)
-        if first and is_masked(tensor) and (derived := self._derive(tensor, account, key, storage)):
+        if first and is_masked(tensor) and (product := self._recipe(tensor, account, None)):
             account.note = DERIVED  # of a softmax, which stays exact, and the mask of dropout
-            return derived
+            return self._derived(tensor, account, key, storage, product)
         excluded = "" if self._alone is None else self._encoder.excluded(account, key, self._alone)
         facts = Facts(known, self._producer(known), whole, exact, excluded, frame.inputs is None, before)
         verdict = judge(tensor, codec, facts, self.parameters, protected=protected, on_device=tiers == DEVICE)
-        reason = verdict.reason
+        codec, reason = verdict.codec or codec, verdict.reason
         if reason is WITHOUT_GRADIENT and COMPILER in modules and region_saves():
             reason = COMPILED
         if verdict.codec is None:
             account.exact = verdict.exact
             return self._keep(tensor, account, key, storage, Note(reason, kept=True))
-        codec = verdict.codec
         if reason:
             account.note = note_of(codec.name, reason, verdict.exact)
+        if recipe is not None and codec is target[0] and not reason:
+            account.decision = derive
+            return self._derived(tensor, account, key, storage, recipe)
         if self.storages.is_kept(key):
             return self._keep(tensor, account, key, storage)
         allow, empty = self.allows_mutation(), self._encoder.empty_like(tensor)
-        if outer is None:
-            handle = Stored(tensor, account, tuple(tensor.shape), tensor.stride(), empty, allow)
-        elif allow and not outer.requires_grad:
+        if allow and outer is not None and not outer.requires_grad:
             return self._keep(tensor, account, key, storage, Note("may change before backward", kept=True))
-        else:
-            handle = StoredPart(tensor, account, tuple(tensor.shape), tensor.stride(), empty, any_version=True)
-            handle.belong_to(outer)
-        if not whole:
-            handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
+        handle = _stored(tensor, account, outer, empty, whole=whole, allow=allow)
         if key in self.storages.stored:
             own = self._encoder.share(handle, tensor, key, storage, codec)
             if own is None:
@@ -321,18 +323,33 @@ class Scope:
             self._go_on()
         return handle
 
-    def _derive(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage) -> Derived | None:
-        """Return the handle of a tensor that saved tensors can derive, bit for bit; None for any other tensor."""
+    def _recipe(self, tensor: Tensor, account: Account, target: Target | None) -> Recipe | None:
+        """Return the recipe of a tensor that saved tensors can derive; None for any other tensor.
+
+        target : of what cannot be derived; payloads of its codec will do. None where only exact tensors will
+        """
         root = tensor if tensor._base is None else tensor._base
         if root.is_leaf or tensor._version or self._looked == MAX_NODES_INSPECTED or not is_plain(tensor, root):
             return None
         self._looked += 1
-        recipe = None if self.allows_mutation() else find_recipe(root, is_ours)
-        if recipe is None:
+        if self.allows_mutation():
             return None
+        codec = target[0] if target is not None and self.tracker.frame.inputs is None else None
+        lossy = codec is not None and not codec.lossless
+        if lossy and self._alone == str(account.site):  # what it is made of is exact now
+            return None
+        return find_recipe(root, is_ours, codec if lossy else None)
+
+    def _derived(self, tensor: Tensor, account: Account, key: int, storage: UntypedStorage, recipe: Recipe) -> Derived:
+        """Return the handle of a tensor that `recipe` derives. A sampled step measures its error, if it has one."""
         self.ledger.add(account, self.tracker.saved_nbytes(key, storage), 0, 0)
         working = None if self.gauge is None else self.gauge.recomputing
-        return Derived(tensor, root, account, self.ledger, self._encoder.empty_like(tensor), recipe, working)
+        root = tensor if tensor._base is None else tensor._base
+        handle = Derived(tensor, root, account, self.ledger, self._encoder.empty_like(tensor), recipe, working)
+        observers = self._store.observers
+        if recipe.codec is not None and observers.samples:
+            observers.take(tensor, handle.peek, account, self._store.place(tensor.device).device)
+        return handle
 
     def _producer(self, tensor: Tensor) -> str:
         """Return the name of the autograd node whose output `tensor` is; empty where it has no node."""
@@ -400,6 +417,20 @@ class Scope:
                 handle.account.alive += nbytes
             self._store.remember(weak for stored in self.storages.stored.values() for weak in stored)
             self.storages.clear()
+
+
+def _stored(
+    tensor: Tensor, account: Account, outer: Tensor | None, empty: Tensor, *, whole: bool, allow: bool
+) -> Stored:
+    """Return an empty handle of a tensor, or of a part of the wrapper `outer`."""
+    if outer is None:
+        handle = Stored(tensor, account, tuple(tensor.shape), tensor.stride(), empty, allow)
+    else:
+        handle = StoredPart(tensor, account, tuple(tensor.shape), tensor.stride(), empty, any_version=True)
+        handle.belong_to(outer)
+    if not whole:
+        handle.offset, handle.conj, handle.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
+    return handle
 
 
 def _without_storage(tensor: Tensor, frame: Frame) -> Handle:

@@ -48,8 +48,8 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
     """Return the reason why `tensor`, the output of the node `producer`, must come back exactly, or an empty text.
 
     Exact are integers and bools, float64 and complex, and tensors that require no gradient (norm statistics, logsumexp,
-    masks, noise). So are the outputs of softmax, log-softmax and other producers whose error training amplifies, and
-    what is reduced over a dimension.
+    masks, noise). So are the outputs of softmax, log-softmax and other producers whose error training amplifies, what
+    is reduced over a dimension, and what an operator returns beside a far larger result.
     """
     if dtype not in LOSSY_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is never lossy"
@@ -59,7 +59,17 @@ def lossy_reason(tensor: Tensor, dtype: torch.dtype, producer: str) -> str:
         return "a statistic of a normalization"
     if producer in EXACT_PRODUCERS:
         return f"output of {producer.rstrip('01').removesuffix('Backward')}: its error is amplified"
-    return STATISTIC if is_reduced(tensor.shape, tensor.stride(), _shapes_before(tensor)) else ""
+    is_statistic = _is_beside(tensor) or is_reduced(tensor.shape, tensor.stride(), _shapes_before(tensor))
+    return STATISTIC if is_statistic else ""
+
+
+def _is_beside(tensor: Tensor) -> bool:
+    """Return whether an operator returns a tensor beside one of more dimensions, as attention kernels logsumexp."""
+    first = getattr(tensor.grad_fn, "_input_metadata", ())[:1] if tensor.output_nr else ()
+    if not first or first[0].is_nested_tensor:
+        return False
+    shape = first[0].shape
+    return tensor.dim() < len(shape) and prod(shape) >= MIN_REDUCED * tensor.numel()
 
 
 def is_reduced(shape: Sequence[int], stride: Sequence[int], sources: Iterable[Sequence[int]]) -> bool:
@@ -84,7 +94,7 @@ def may_be_reduced(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def _shapes_before(tensor: Tensor) -> Iterator[Sequence[int]]:
     """Yield the shapes of what the nodes before a tensor have computed, from one node to the next."""
     node: Any = tensor.grad_fn
-    for _ in range(MAX_STEPS):
+    for _ in range(MAX_STEPS if node is not None else 0):
         node, number = next((edge for edge in node.next_functions if edge[0] is not None), (None, 0))
         found = getattr(node, "_input_metadata", ())  # of its backward
         if number >= len(found) or found[number].is_nested_tensor:

@@ -9,6 +9,7 @@ from weakref import ref
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
+from actstore.autograd.derived import Derived
 from actstore.base.ledger import Account
 from actstore.store.payload import Payload
 
@@ -51,12 +52,16 @@ class Reader:
     @property
     def keeps_signs(self) -> bool:
         """True if zeros, positive and negative elements of the payload come back as such."""
+        if isinstance(self.handle, Derived):
+            return False
         codec = (self.handle.owner or self.handle).codec
         return bool(codec.keeping_signs is codec)
 
 
 def lossy_account(handle: Any) -> Account | None:
-    """Return the account of the payload of `handle`; None where it is exact, or not encoded yet."""
+    """Return the account of what `handle` encodes or derives; None where that is exact, or not encoded yet."""
+    if isinstance(handle, Derived):
+        return None if handle.codec is None else handle.account
     if handle.alias is not None:
         return None
     payload = handle if handle.owner is None else handle.owner
@@ -102,7 +107,7 @@ class Readers:
                     self._apart.append((ref(handle), "the input of a recomputed region"))
                 return handle
             self.seen.add(number)
-            if not isinstance(handle, Payload):
+            if not isinstance(handle, Payload) and not (isinstance(handle, Derived) and handle.codec):
                 return handle
             reader = Reader(handle)
             self._readers.setdefault(number, []).append(ref(reader))

@@ -244,20 +244,29 @@ class Tracker:
         self.frame = self.stack.pop()
 
     def pack_as(
-        self, pack: Callable[[Tensor], Any], tensor: Tensor, decision: Decision, frame: Frame | None = None
+        self,
+        pack: Callable[[Tensor], Any],
+        tensor: Tensor,
+        decision: Decision,
+        frame: Frame | None = None,
+        note: str = "",
     ) -> Any:
         """Return the handle of a tensor under `decision` that plain autograd need not save, made by `pack`.
 
-        It counts as one of the innermost call, or of that of `frame`.
+        It counts as one of the innermost call, or of that of `frame`. A `note` is for the report.
         """
         outer = frame or self.frame
+        index = outer.index
         self.push(None, outer.place, decision)
         self.frame.index = outer.index
         try:
-            return pack(tensor)
+            handle = pack(tensor)
         finally:
             outer.index = self.frame.index
             self.pop()
+        if note and outer.index > index:
+            outer.place.account(index).note = Note(note)
+        return handle
 
     def leave(self, module: Module) -> None:
         """End the innermost call of `module`, and the calls inside it, because an interrupt runs no hooks."""

@@ -1,4 +1,4 @@
-"""The unpack hook, and the scopes that need to know when a backward begins."""
+"""The unpack hook, the scopes that need to know when backward starts, and the Parameters that a Function gets back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from sys import modules
 from threading import get_ident
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch._C import _current_autograd_node, _current_graph_task_id
+from torch.nn import Parameter
 
 from actstore.autograd.composite import Composite
+from actstore.autograd.deciders import caller
 from actstore.autograd.derived import Derived
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.readers import Reader
 from actstore.autograd.tracker import SMALL_INDEX
+from actstore.base.operators import APPLY_CODE
 from actstore.base.spec import Site
 
 COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
@@ -88,3 +92,34 @@ def _note_compiled(handle: Handle | Reader, tensor: Tensor) -> None:
         owner = handle.owner or handle
         key = _current_graph_task_id(), node._sequence_nr()
         owner.store.ledger.read_compiled(handle.account, key, tensor.nbytes if owner is handle else 0)
+
+
+_C_FUNCTION: Any = torch._C._FunctionBase
+
+
+def return_originals() -> None:
+    """Let the Function that saves a tensor now, if a Function does, return the Parameters that it saves themselves.
+
+    PyTorch makes a new tensor of what an unpack hook returns. That has none of the attributes that code puts on
+    Parameters, such as the `main_grad` of Megatron-LM. The handle of a Parameter holds the Parameter itself, and so a
+    Function that has saved one with attributes gets that from `ctx.saved_tensors`, as without a store.
+    """
+    frame = caller()
+    if frame is not None and frame.f_code is APPLY_CODE:
+        node: Any = frame.f_locals["cls"]._backward_cls
+        if "saved_tensors" not in vars(node):
+            node.saved_tensors = property(_saved_tensors)
+
+
+def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the saved tensors of a node."""
+    tensors: tuple[Tensor | None, ...] = _C_FUNCTION.saved_tensors.__get__(ctx)
+    return tuple(map(_original, ctx._raw_saved_tensors, tensors))
+
+
+def _original(saved: Any, tensor: Tensor | None) -> Tensor | None:
+    """Return the Parameter that a store has kept for a saved tensor; for any other saved tensor, `tensor`."""
+    handle = saved.data
+    if type(handle) is tuple and is_ours(saved.unpack_hook) and type(handle[0]) is Parameter:
+        return handle[0]
+    return tensor

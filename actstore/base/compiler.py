@@ -1,10 +1,13 @@
-"""Modules that torch.compile must not compile: actstore runs between compiled regions, and compiles its CPU kernels."""
+"""actstore under torch.compile: modules that it must not compile, and its modes that trace."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch._C import _get_dispatch_mode
 
 from actstore.base import extensions
 
@@ -51,3 +54,11 @@ def tell_compiler() -> None:
         for module in {*(f"actstore.{name}" for name in _OURS), *_KERNEL_COMPILER, *extensions.modules} - _told:
             _told.add(module)
             skip(module)
+
+
+_TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def is_traced() -> bool:
+    """Return whether a compiler's mode is active, whose tensors have no values."""
+    return any(_get_dispatch_mode(mode) is not None for mode in _TRACING)

@@ -29,7 +29,7 @@ class Job(Generic[T]):
 
     Attributes
     ----------
-    crew : the threads, one of which runs the job
+    crew : the threads; one runs the job
     runner : the thread that runs it
     """
 
@@ -52,7 +52,7 @@ class Job(Generic[T]):
         return job
 
     def wait_for(self, crew: list[Thread]) -> None:
-        """Note the threads, one of which runs the job."""
+        """Note the threads; one runs the job."""
         self.crew = crew
 
     def run(self, runner: Thread | None = None) -> None:

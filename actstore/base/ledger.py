@@ -384,15 +384,20 @@ class Ledger:
             else:
                 account.hits += 1
 
-    def start(self) -> None:
-        """Forget the figures of the last forward, but for the bytes that are still held."""
+    def start(self, *, timed: bool = True) -> None:
+        """Forget the figures of the last forward, but for the bytes that are still held.
+
+        Without `timed`, no copies of this step are timed or judged: figures of copies stay as they are.
+        """
         with self._lock:
             self._book_gone()
             for account in list(self._accounts.values()):
                 account.saved = account.stored = account.count = account.drawn = 0
                 account.peak = account.held
-                account.offload_ns = account.fetch_ns = account.stall_ns = account.hits = account.late = 0
-                account.misses = account.alive = account.room_ns = 0
+                if timed:
+                    account.offload_ns = account.fetch_ns = account.stall_ns = account.room_ns = 0
+                    account.hits = account.late = account.misses = 0
+                account.alive = 0
                 account.exact = False
                 account.note, account.decision = FOLLOWED, None
             self.compiled.clear()

@@ -55,6 +55,18 @@ def _by_node() -> dict[str, str]:
     return found
 
 
+@cache
+def _of_library(node: str) -> str:
+    """Return the operator of another library that makes nodes of this name, such as ``lib.op``; empty for none."""
+    if not node.startswith("GeneratedBackwardFor_"):
+        return ""
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.partition(".")
+        if node == f"GeneratedBackwardFor_{name.replace('::', '_')}_{overload or 'default'}Backward":
+            return name.replace("::", ".")
+    return ""
+
+
 def operator_of_node(node: str) -> str:
     """Return the operator that makes nodes of this name, such as ``gelu`` of ``GeluBackward0``; empty for none."""
     return _by_node().get(node.rstrip("0123456789"), "")
@@ -69,8 +81,9 @@ def node_of(name: str) -> str:
 def producer_of(tensor: Tensor, most: int) -> tuple[str, int]:
     """Return the operator that has made the values of a tensor, and the number of nodes that this inspected.
 
-    The operator is such as ``aten.gelu``. Views, copies and casts pass values on: it is the one before them. It is
-    empty where the tensor has no node, or that of no operator of PyTorch, or where `most` nodes do not lead to it.
+    The operator is such as ``aten.gelu``, or ``library.name`` of another library. Views, copies and casts pass values
+    on: it is the one before them. It is empty where the tensor has no node, or that of no operator, or where `most`
+    nodes do not lead to it.
     """
     node: Any = tensor.grad_fn
     for looked in range(most):
@@ -78,6 +91,6 @@ def producer_of(tensor: Tensor, most: int) -> tuple[str, int]:
             return "", looked
         operator = operator_of_node(node.name())
         if operator not in PASSING:
-            return operator and f"aten.{operator}", looked + 1
+            return f"aten.{operator}" if operator else _of_library(node.name()), looked + 1
         node = node.next_functions[0][0]
     return "", most

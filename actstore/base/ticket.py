@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -75,14 +76,21 @@ class EventClock(Protocol):
 
 
 class EventTicket(Ticket):
-    """An operation on a device that is complete when an event is."""
+    """An operation on a device that is complete when an event is; the event goes to `idle` when the ticket dies."""
 
     on_stream = True
 
-    def __init__(self, event: Any, begin: Any = None, clock: EventClock | None = None) -> None:
+    def __init__(
+        self, event: Any, begin: Any = None, clock: EventClock | None = None, idle: deque[Any] | None = None
+    ) -> None:
         self._event = event
+        self._idle = idle
         self._begin = begin
         self._clock = clock
+
+    def __del__(self) -> None:
+        if self._idle is not None:
+            self._idle.append(self._event)
 
     def ready(self) -> bool:
         return bool(self._event.query())

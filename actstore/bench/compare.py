@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from actstore.bench.comparison import Change, changes, differences, only, packages
+from actstore.bench.files import reading
 from actstore.bench.result import Result
 from actstore.bench.table import MIB
 from actstore.display.text import TABLE_WIDTH
-from actstore.errors import ConfigError
+from actstore.errors import MALFORMED, ConfigError
 
 _MARKED_CHANGE = 0.05  # changes above this fraction are marked where no limit is given
 
@@ -31,16 +32,17 @@ def compare(
     """Compare two results row by row: time and held bytes, and whether a difference is more than noise."""
     limit = parse_limit(fail_above)
     before, after = read(old), read(new)
-    unlike = differences(before, after)
-    if unlike and not anyway:
-        raise ConfigError(
-            f"{old} and {new} cannot be compared: {'; '.join(unlike)}. Measure both alike, or give --anyway."
-        )
-    found = changes(before, after)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(render(before, after, found, unlike, limit))
+    with reading(old, new):
+        unlike = differences(before, after)
+        if unlike and not anyway:
+            raise ConfigError(
+                f"{old} and {new} cannot be compared: {'; '.join(unlike)}. Measure both alike, or give --anyway."
+            )
+        found = changes(before, after)
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=TABLE_WIDTH)
+        console.print(render(before, after, found, unlike, limit))
     if limit is not None and any(list(change.complaints(limit)) for change in found):
         raise typer.Exit(1)
 
@@ -75,7 +77,7 @@ def read(file: Path) -> Result:
         return Result.from_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}. Give a file that can be read.") from error
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise ConfigError(
             f"{file}: not a result of the benchmark. Give a file that actstore bench --json made."
         ) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from actstore.bench.peers.rows import BITSANDBYTES
+from actstore.bench.peers.rows import BITSANDBYTES, COMPILERS, Row, plan
 from actstore.bench.result import Duel, Result, RowResult
 
 BOOTSTRAP_DRAWS = 4000  # bootstrap resamples
@@ -132,6 +133,30 @@ WRONG_GRAD_ERROR = 0.1
 """Relative gradient error that rounding cannot explain: a peer without a codec is wrong above it."""
 ROUNDING_GRAD_ERROR = 1e-6
 """Relative gradient error up to which only the order of sums differs, as under a compiler: it decides nothing."""
+GRAD_ERROR_NOISE = 0.01
+"""Relative difference of gradient errors up to which two rows err alike, as two compilations of one model do."""
+RATIO_NOISE = 0.05
+"""Relative difference of two rows' times plain that a busy machine makes: which is faster is then tried."""
+MOST_NEAR = 3  # rows that are tried
+HELD_NOISE = 1e-3
+"""Relative difference of held bytes up to which two rows hold the same: blocks of the allocator, nodes of graphs."""
+PLANNED_SHARES = (0.2, 0.95)
+"""Shares of plain's saved bytes between which a peer duels with a plan of its own bytes."""
+PEAK_OVER_HELD = 1.1
+"""Peak of a step over what is held when forward ends, which the budget of a compiled plan admits."""
+
+
+def plans(rows: Sequence[RowResult]) -> list[Row]:
+    """Return plans whose budgets are the bytes of each exact peer, in the graph for a peer that compiles."""
+    found = []
+    for peer in rows:
+        if peer.kind != "peer" or not peer.held_bytes or not peer.saved_bytes or peer.grad_error is None:
+            continue
+        share, compiled = peer.held_bytes / peer.saved_bytes, peer.name in COMPILERS
+        exact = peer.grad_error <= ROUNDING_GRAD_ERROR
+        if compiled or (exact and PLANNED_SHARES[0] < share < PLANNED_SHARES[1]):
+            found.append(plan(math.floor(1000 * share * (PEAK_OVER_HELD if compiled else 1)) / 1000, compiled))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -141,11 +166,13 @@ class Versus:
     Attributes
     ----------
     peer : name of its row
-    ours : fastest row of actstore that holds at most as many bytes and is as exact; empty without one
+    ours : fastest row of actstore that holds at most as many bytes, but for `HELD_NOISE`, and is as exact; empty
+        without one
     times : time of that row over time of the peer: from steps in turns where they had a duel, else from both ratios to
         plain, between which the speed of the machine may have changed
     low, high : 95 % interval of `times`, by a bootstrap over the pairs of steps
     pairs : number of pairs in the duel; 0 without a duel
+    near : names of the fastest rows that compare, at most `MOST_NEAR`, which `RATIO_NOISE` may have put in this order
     reason : why no row, or no faster row, was found
     """
 
@@ -155,6 +182,7 @@ class Versus:
     low: float = 0.0
     high: float = 0.0
     pairs: int = 0
+    near: tuple[str, ...] = ()
     reason: str = ""
 
     @property
@@ -166,9 +194,9 @@ class Versus:
 
 
 def versus(rows: Sequence[RowResult], duels: Sequence[Duel] = ()) -> list[Versus]:
-    """Compare each peer among `rows`, in their order; use the duel with the chosen row where there is one."""
+    """Compare each peer among `rows`, in their order; use its duel where that was with a row that still compares."""
     ours = [row for row in rows if row.kind == "ours" and not row.failed]
-    fought = {(duel.peer, duel.ours): duel.pairs for duel in duels}
+    fought = {duel.peer: duel for duel in duels}
     return [_against(peer, ours, fought) for peer in rows if peer.kind == "peer"]
 
 
@@ -178,25 +206,29 @@ def as_exact(mine: RowResult, peer: RowResult) -> bool:
         return bool(mine.bit_equal)
     if mine.grad_error is None or peer.grad_error is None:
         return False
-    return mine.grad_error <= max(peer.grad_error, ROUNDING_GRAD_ERROR)
+    return mine.grad_error <= max((1 + GRAD_ERROR_NOISE) * peer.grad_error, ROUNDING_GRAD_ERROR)
 
 
-def _against(peer: RowResult, ours: list[RowResult], duels: dict[tuple[str, str], list[float]]) -> Versus:
+def _against(peer: RowResult, ours: list[RowResult], duels: dict[str, Duel]) -> Versus:
     if peer.failed:
         return Versus(peer.name, reason=f"it failed: {peer.failed}")
     if (peer.grad_error or 0.0) > WRONG_GRAD_ERROR and peer.name != BITSANDBYTES.name:
         return Versus(peer.name, reason=f"its gradients are wrong, by {100 * (peer.grad_error or 0.0):.0f} %")
     if peer.held_bytes is None or not peer.ratio:
         return Versus(peer.name, reason="its bytes or its time could not be had")
-    small = [row for row in ours if row.held_bytes is not None and row.held_bytes <= peer.held_bytes]
+    small = [row for row in ours if row.held_bytes is not None and row.held_bytes <= (1 + HELD_NOISE) * peer.held_bytes]
     fit = [row for row in small if row.ratio and as_exact(row, peer)]
     if not fit:
         if not small:
             return Versus(peer.name, reason="none of our rows holds as little")
         return Versus(peer.name, reason="none of our rows that hold as little is as exact")
-    best = min(fit, key=lambda row: row.ratio or 0.0)
-    pairs = duels.get((peer.name, best.name), [])
+    fit.sort(key=lambda row: row.ratio or 0.0)
+    near = tuple(row.name for row in fit[:MOST_NEAR] if (row.ratio or 0.0) <= (1 + RATIO_NOISE) * (fit[0].ratio or 0.0))
+    best, pairs, duel = fit[0], [], duels.get(peer.name)
+    for row in fit:
+        if duel is not None and row.name == duel.ours:
+            best, pairs = row, duel.pairs
     times = growth([1.0], pairs) if pairs else time_growth(peer, best)
     if times is None:  # ratios without samples
         times = Growth(*[(best.ratio or 0.0) / peer.ratio] * 3)
-    return Versus(peer.name, best.name, times.middle, times.low, times.high, len(pairs))
+    return Versus(peer.name, best.name, times.middle, times.low, times.high, len(pairs), near)

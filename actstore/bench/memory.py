@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib._bootstrap
 import mmap
 import resource
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 
+from actstore.codecs import dispatch
 from actstore.devices import cpu_memory
 from actstore.session.process import status_bytes
 
@@ -73,6 +75,45 @@ class PeakMeter:
     def host_peak_bytes(self) -> int:
         """Return the high-water mark of the process, on any device."""
         return peak_rss_bytes()
+
+
+class Libraries:
+    """Count of the resident memory that libraries add inside: modules that are imported, and kernels that are loaded.
+
+    For a process of the benchmark, in which no other thread imports.
+
+    Attributes
+    ----------
+    nbytes : growth of the resident memory over all imports and loads so far
+    """
+
+    _PLACES: tuple[tuple[Any, str], ...] = ((importlib._bootstrap, "_find_and_load"), (dispatch, "find_kernels"))
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._outermost = True
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count inside. A module that is already imported costs nothing more than before."""
+        functions = [getattr(place, name) for place, name in self._PLACES]
+        for (place, name), function in zip(self._PLACES, functions, strict=True):
+            setattr(place, name, partial(self._load, function))
+        try:
+            yield
+        finally:
+            for (place, name), function in zip(self._PLACES, functions, strict=True):
+                setattr(place, name, function)
+
+    def _load(self, function: Callable[..., Any], *args: Any) -> Any:
+        if not self._outermost:
+            return function(*args)
+        self._outermost, before = False, rss_bytes()
+        try:
+            return function(*args)
+        finally:
+            self._outermost = True
+            self.nbytes += max(0, rss_bytes() - before)
 
 
 PROBE_NBYTES = 1 << 20

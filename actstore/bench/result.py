@@ -30,6 +30,7 @@ class RowResult:
     held_bytes : held on the compute device at the end of forward
     peak_held_bytes, stored_bytes : peak of held_bytes over the step, and bytes of the payloads; kind ours only
     peak_bytes : high-water mark over the timed steps of the process's resident memory, or of the GPU's allocator
+    libraries_bytes : part of `peak_bytes` that imports and kernels have added in `Trainer.start`; None on a GPU
     allocated_peak_bytes : high-water mark over the timed steps of allocated tensor memory
     baseline_bytes : the measure of `peak_bytes` before the first step
     host_peak_bytes : high-water mark of the process's resident memory, on any device
@@ -54,6 +55,7 @@ class RowResult:
     peak_held_bytes: int | None = None
     stored_bytes: int | None = None
     peak_bytes: int | None = None
+    libraries_bytes: int | None = None
     allocated_peak_bytes: int | None = None
     baseline_bytes: int | None = None
     host_peak_bytes: int | None = None

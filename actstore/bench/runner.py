@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import median
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,7 @@ from actstore.bench.result import Duel, Result, RowResult
 from actstore.bench.workloads.user import is_users
 from actstore.bench.workloads.workload import Workload
 
+HEAT_STEPS = 5  # of each row, to find the fastest one
 _ROOT = Path(__file__).resolve().parents[2]  # the worker must import the same actstore
 
 
@@ -286,15 +288,34 @@ def duel(work: Workload, peer: Row, ours: Row) -> Duel:
     ------
     RowFailed : one of them failed
     """
-    found = Duel(peer.name, ours.name, [], [])
-    with Client(work, peer, None) as theirs, Client(work, ours, None) as mine:
-        sides = [(theirs, found.peer_ms), (mine, found.ours_ms)]
-        for client, _ in sides:
+    return Duel(peer.name, ours.name, *_turns(work, [peer, ours], work.steps))
+
+
+def fastest(work: Workload, rows: list[Row]) -> Row:
+    """Return the row with the smallest median time of `HEAT_STEPS` steps, which all of them train in turns.
+
+    Raises
+    ------
+    RowFailed : one of them failed
+    """
+    if len(rows) == 1:
+        return rows[0]
+    times = [median(each) for each in _turns(work, rows, HEAT_STEPS)]
+    return rows[times.index(min(times))]
+
+
+def _turns(work: Workload, rows: list[Row], steps: int) -> list[list[float]]:
+    """Return the milliseconds of each step of each row; their order is reversed from turn to turn."""
+    times_ms: list[list[float]] = [[] for _ in rows]
+    with ExitStack() as processes:
+        clients = [processes.enter_context(Client(work, row, None)) for row in rows]
+        for client in clients:
             client.start()
-        for index in range(work.steps):
-            for client, times_ms in sides if index % 2 else reversed(sides):
-                times_ms.append(client.step()[0])
-    return found
+        sides = list(zip(clients, times_ms, strict=True))
+        for index in range(steps):
+            for client, found in sides if index % 2 else reversed(sides):
+                found.append(client.step()[0])
+    return times_ms
 
 
 def steps_of(work: Workload, rows: list[Row], repeats: int = 1) -> int:

@@ -15,20 +15,26 @@ from actstore.bench.result import Result, RowResult
 MIB = 2**20
 DUELS = "Each peer, and the fastest row of ours that holds no more and is as exact:"
 _COLUMNS = ("step\nms", "times\nplain", "saved\nMiB", "held\nMiB", "held\n%", "peak\nMiB", "\nloss", "gradient\nerror")
+_LIBRARIES = "libraries\nMiB"  # the last column
 
 
 def render(result: Result) -> RenderableType:
     """Return the table with its legend; readable in 100 columns."""
+    notes = [Text(text, style="red" if text in _failures(result) else "yellow") for text in _notes(result)]
+    return Group(rows_table(result), Text(_legend(result), style="dim"), *_duels(result), Text(), *notes)
+
+
+def rows_table(result: Result) -> Table:
+    """Return the table alone."""
     table = Table(
         title=_title(result), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("\nrow", max_width=32)
-    for column in _COLUMNS:
+    for column in (*_COLUMNS, _LIBRARIES):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result.rows:
-        table.add_row(Text(row.name), *cells(row), style="red" if row.failed else None)
-    notes = [Text(text, style="red" if text in _failures(result) else "yellow") for text in _notes(result)]
-    return Group(table, Text(_legend(result), style="dim"), *_duels(result), Text(), *notes)
+        table.add_row(Text(row.name), *cells(row), _mib(row.libraries_bytes), style="red" if row.failed else None)
+    return table
 
 
 def _failures(result: Result) -> list[str]:
@@ -115,6 +121,7 @@ def _legend(result: Result) -> str:
     cuda = work["device"].startswith("cuda")
     peak = "what the GPU's allocator gave out" if cuda else "the process's resident memory"
     more = "" if cuda else ",\n      and what the C allocator keeps of freed blocks, unless actstore's is in its place"
+    libraries = "" if cuda else "\nlibraries: part of the peak that imports and kernels add to torch and actstore."
     same = "" if cuda else " On a CPU host memory is that device."
     return (
         f"step: median of {work['steps']} steps, forward to optimizer. Times plain: over pairs of neighboring steps,\n"
@@ -124,4 +131,5 @@ def _legend(result: Result) -> str:
         f"peak: high-water of {peak}; more than held: it has weights, gradients, optimizer, libraries{more}.\n"
         f"loss: after {work['warmup'] + work['steps']} steps. "
         "Gradient error: |g - g_plain| / |g_plain| over all parameters, same batch."
+        f"{libraries}"
     )

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from actstore.bench import workloads
-from actstore.bench.memory import Held, PeakMeter, count_maps
+from actstore.bench.memory import Held, Libraries, PeakMeter, count_maps
 from actstore.bench.peers import Wrap, wrap
 from actstore.bench.peers.census import Census, recorded_gradients
 from actstore.bench.peers.rows import Row
 from actstore.bench.workloads.job import Job, fix_seed
 from actstore.bench.workloads.workload import Workload
+from actstore.devices import cpu_memory
 
 LEARNING_RATE = 1e-3
 LOSS_SCALE = 1024.0  # initial loss scale for float16 gradients; the scaler changes it
@@ -91,9 +92,16 @@ class Trainer:
         self._training: _Training | None = None
         self._step = 0
         self._baseline_bytes = 0
+        self._libraries = Libraries()
 
     def start(self) -> list[float]:
         """Build the model and its optimizer, train the warm-up steps, and return their losses."""
+        with self._libraries.counted():
+            losses = self._start()
+        self._meter.reset()
+        return losses
+
+    def _start(self) -> list[float]:
         work = self._work
         job = workloads.make(work)
         self._training = _Training(
@@ -105,9 +113,8 @@ class Trainer:
         self._synchronize()
         self._baseline_bytes = self._meter.now_bytes()
         settle(self._training.wrap)
-        losses = [self.step()[1] for _ in range(work.warmup)]
-        self._meter.reset()
-        return losses
+        cpu_memory.trim()  # else what settling took stays with the process
+        return [self.step()[1] for _ in range(work.warmup)]
 
     def step(self) -> tuple[float, float]:
         """Train one step; return its time in milliseconds, forward to optimizer, and its loss."""
@@ -133,6 +140,7 @@ class Trainer:
         return {
             "baseline_bytes": self._baseline_bytes,
             "peak_bytes": self._meter.peak_bytes(),
+            "libraries_bytes": None if self._work.on_cuda else self._libraries.nbytes,
             "allocated_peak_bytes": self._meter.allocated_peak_bytes(),
             "host_peak_bytes": self._meter.host_peak_bytes(),
             "peak_since_reset": self._meter.since_reset,

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.autograd.modules import GlobalHook
 from actstore.base.operators import ACCUMULATE_GRAD
+from actstore.recompute.tiles import checking
 from actstore.rerun.values import copies, digest
 
 
@@ -218,7 +219,7 @@ _HOOKS = GlobalHook(register_module_forward_pre_hook, _before), GlobalHook(regis
 
 def _watch_of(module: Module) -> RunWatch | None:
     """Return the watch of this call; None where the call is not watched."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or checking.get():
         return None
     watch: RunWatch | None = getattr(_running, "watch", None)
     return watch if watch is not None and module in watch.names and _current_graph_task_id() == -1 else None

@@ -15,10 +15,7 @@ from rich.text import Text
 from actstore._version import __version__
 from actstore.base.units import format_nbytes
 from actstore.bench.files import check_writable
-from actstore.cli.machine.disk import Disk
-from actstore.cli.machine.kernels import PINNED_NBYTES, Cuda, Kernels
-from actstore.cli.machine.machine import Machine, machine
-from actstore.cli.machine.memory import Allocator, Memory
+from actstore.cli.machine import PINNED_NBYTES, Allocator, Cuda, Disk, Kernels, Machine, Memory, machine
 from actstore.devices import cpu_memory
 from actstore.display.text import TABLE_WIDTH
 

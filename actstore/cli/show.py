@@ -15,10 +15,10 @@ from rich.text import Text
 from actstore import Plan
 from actstore.base.units import format_nbytes
 from actstore.bench.codecs.result import CodecResult
-from actstore.bench.files import check_plot, check_writable
+from actstore.bench.files import check_plot, check_writable, reading
 from actstore.bench.result import Result
 from actstore.display.text import TABLE_WIDTH
-from actstore.errors import ConfigError
+from actstore.errors import MALFORMED, ConfigError
 from actstore.results import Profile
 from actstore.trace import Trace
 from actstore.trace.ndjson import is_trace
@@ -55,7 +55,8 @@ def show(
     if isinstance(result, Plan | Profile):
         _show_planned(result, plot)
     else:
-        _show_result(result, plot)
+        with reading(file):
+            _show_result(result, plot)
 
 
 def _read_planned(file: Path) -> Plan | Profile | None:
@@ -188,7 +189,7 @@ def _read_result(file: Path) -> Result | CodecResult:
     for kind in (Result, CodecResult):
         try:
             return kind.from_json(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        except MALFORMED:
             continue  # another kind, or none
     raise ConfigError(
         f"{file} is neither a trace nor a result of a benchmark, a plan or a profile. Give a file that Trace.write "

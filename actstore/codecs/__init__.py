@@ -11,6 +11,7 @@ from actstore.kernels.base import storage_slice
 if TYPE_CHECKING:
     from actstore.codecs.affine import Int2, Int3, Int4, Int5, Int6
     from actstore.codecs.bit1 import Bit1
+    from actstore.codecs.blosc import Lz4, Zstd
     from actstore.codecs.bnb8 import Bnb8
     from actstore.codecs.e5m6 import E5m6
     from actstore.codecs.expack import Expack
@@ -18,13 +19,9 @@ if TYPE_CHECKING:
     from actstore.codecs.hadamard128 import Hadamard128
     from actstore.codecs.int8 import Int8
     from actstore.codecs.intpack import Intpack
-    from actstore.codecs.lz4 import Lz4
     from actstore.codecs.nf4 import Nf4
-    from actstore.codecs.nm import Nm
     from actstore.codecs.raw import Raw
-    from actstore.codecs.topk import Topk
-    from actstore.codecs.zmask import Zmask
-    from actstore.codecs.zstd import Zstd
+    from actstore.codecs.sparse import Nm, Topk, Zmask
 
 __all__ = [
     "AtMost",

@@ -108,6 +108,17 @@ class Codec(ABC):
     def chained(self) -> bool:
         return any(isinstance(getattr(self, field.name), Codec) for field in fields(self))
 
+    def require(self) -> None:
+        """Check that the packages are installed without which the codec, or one inside, never encodes.
+
+        Raises
+        ------
+        KernelUnavailable : one is missing; the error says how to install it
+        """
+        for field in fields(self):
+            if isinstance(inner := getattr(self, field.name), Codec):
+                inner.require()
+
     @abstractmethod
     def accepts(self, dtype: torch.dtype) -> bool:
         """Return whether the codec can encode tensors of this dtype."""

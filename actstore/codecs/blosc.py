@@ -82,6 +82,10 @@ class BloscCodec(Codec):
     def shaped(self) -> bool:
         return self.inner.shaped
 
+    def require(self) -> None:
+        blosc.library()
+        self.inner.require()
+
     def accepts(self, dtype: torch.dtype) -> bool:
         return self.inner.accepts(dtype)
 
@@ -139,3 +143,19 @@ class BloscCodec(Codec):
 
     def _compressor(self, dtype: torch.dtype) -> blosc.Compressor:
         return blosc.Compressor(self.name, self.level, self.shuffle, dtype.itemsize if self._plain else 1)
+
+
+@dataclass(frozen=True)
+class Lz4(BloscCodec):
+    """LZ4: faster than `zstd`; it finds repeated bytes only, so that `shuffle` is by bits. See `BloscCodec`."""
+
+    name = "lz4"
+
+    shuffle: Literal["byte", "bit", "none"] = "bit"
+
+
+@dataclass(frozen=True)
+class Zstd(BloscCodec):
+    """Zstandard: smaller payloads than `lz4`, for disks and for hosts that are short of memory. See `BloscCodec`."""
+
+    name = "zstd"

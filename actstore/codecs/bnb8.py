@@ -33,6 +33,9 @@ class Bnb8(Codec):
     lossless = False
     reproducible: ClassVar[bool] = False
 
+    def require(self) -> None:
+        bnb8.library()
+
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in LOSSY_DTYPES
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -148,3 +148,18 @@ def _warn_once(message: str) -> None:
 def _nothing(source: torch.Tensor, target: torch.Tensor, key: int) -> int:
     """Encode or decode no elements: no bytes."""
     return 0
+
+
+Signs = Literal["auto", "keep", "round"]
+SIGNS: tuple[Signs, ...] = ("auto", "keep", "round")
+
+
+class SignedCodec(KernelCodec):
+    """A lossy codec that can keep zeros, positive and negative elements apart, by its field `signs`."""
+
+    signs: Signs
+
+    @cached_property
+    def keeping_signs(self) -> SignedCodec:  # computed once
+        options: dict[str, Any] = {"signs": "keep"}
+        return replace(self, **options) if self.signs == "auto" else self

@@ -9,7 +9,7 @@ import torch
 
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.signs import SIGNS, SignedCodec, Signs
+from actstore.codecs.dispatch import SIGNS, SignedCodec, Signs
 from actstore.kernels.base import round_up
 
 

@@ -9,9 +9,9 @@ import torch
 
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
+from actstore.codecs.dispatch import SIGNS, Signs
 from actstore.codecs.groups import GroupCodec
 from actstore.codecs.int8 import GROUPS
-from actstore.codecs.signs import SIGNS, Signs
 from actstore.kernels.rows import Format
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from actstore.codecs.dispatch import KernelCodec
-from actstore.codecs.signs import SignedCodec
+from actstore.codecs.dispatch import KernelCodec, SignedCodec
 from actstore.kernels.base import Kernels
 from actstore.kernels.rows import Format, fit, in_rows
 

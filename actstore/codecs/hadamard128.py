@@ -14,7 +14,7 @@ from actstore.errors import ChainError
 from actstore.kernels.base import Bound, Kernels, round_up
 from actstore.kernels.hadamard128 import ROTATION_NUMEL
 from actstore.kernels.rows import row_numel
-from actstore.kernels.torch.hadamard128_rows import in_rows
+from actstore.kernels.torch.hadamard128 import in_rows
 
 
 @dataclass(frozen=True)

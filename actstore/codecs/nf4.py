@@ -10,9 +10,8 @@ import torch
 from actstore.codecs.affine import GROUPS
 from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import KernelCodec
+from actstore.codecs.dispatch import SIGNS, KernelCodec, Signs
 from actstore.codecs.groups import GroupCodec
-from actstore.codecs.signs import SIGNS, Signs
 from actstore.errors import ConfigError
 from actstore.kernels.rows import Format
 

@@ -17,9 +17,9 @@ _TYPES = {  # the module and the class of each codec, imported when a policy nam
     "int4": ("affine", "Int4"),
     "int3": ("affine", "Int3"),
     "int2": ("affine", "Int2"),
-    "zmask": ("zmask", "Zmask"),
-    "topk": ("topk", "Topk"),
-    "nm": ("nm", "Nm"),
+    "zmask": ("sparse", "Zmask"),
+    "topk": ("sparse", "Topk"),
+    "nm": ("sparse", "Nm"),
     "bit1": ("bit1", "Bit1"),
     "fp8": ("fp8", "Fp8"),
     "expack": ("expack", "Expack"),
@@ -27,8 +27,8 @@ _TYPES = {  # the module and the class of each codec, imported when a policy nam
     "nf4": ("nf4", "Nf4"),
     "intpack": ("intpack", "Intpack"),
     "hadamard128": ("hadamard128", "Hadamard128"),
-    "zstd": ("zstd", "Zstd"),
-    "lz4": ("lz4", "Lz4"),
+    "zstd": ("blosc", "Zstd"),
+    "lz4": ("blosc", "Lz4"),
     "bnb8": ("bnb8", "Bnb8"),
 }
 CLASSES = {kind: module for module, kind in _TYPES.values()}  # the module of each class

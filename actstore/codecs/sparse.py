@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
-from actstore.codecs.base import Codec, require_leaf
+import torch
+
+from actstore.codecs.base import LOSSY_DTYPES, Codec, require_leaf
+from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import KernelCodec
-from actstore.errors import ChainError
-from actstore.kernels.sparse import Rule, SparseSections
+from actstore.codecs.raw import Raw
+from actstore.errors import ChainError, ConfigError
+from actstore.kernels.sparse import TILE, Largest, Rule, SparseSections
 
 
 class SparseCodec(KernelCodec):
@@ -54,3 +61,147 @@ class SparseCodec(KernelCodec):
         rule = self._rule
         kept = numel if rule is None else rule.kept(numel)
         return SparseSections.of(numel).inner + self._leaf._nbytes(kept, itemsize)
+
+
+NM_GROUPS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Nm(SparseCodec):
+    """The `n` largest magnitudes of every `m` consecutive elements; the remaining elements come back as 0.
+
+    Parameters
+    ----------
+    n : elements kept, 1 to ``m - 1``; a short last group of ``s`` elements keeps ``min(n, s)``
+    m : 4, 8, 16 or 32
+    inner : Codec for the elements that are kept, without an inner codec of its own
+
+    Raises
+    ------
+    ConfigError : another `n` or `m`
+    ChainError : `inner` cannot stand here
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16 where `inner` takes them. 1.0625 bits per element and `inner` of `n` in `m`.
+    Biased: the dropped elements are small, but do not average to zero; meant for experiments. Of equal magnitudes the
+    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`. That of
+    a dropped element is its magnitude, which is at most that of each kept element of the group.
+    """
+
+    name = "nm"
+    lossless = False
+
+    n: int = 2
+    m: int = 4
+    inner: Codec = field(default_factory=Raw)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice(self, "m", NM_GROUPS)
+        if type(self.n) is not int or not 0 < self.n < self.m:
+            raise ConfigError(f"nm(n={self.n!r}, m={self.m}): n must be from 1 to {self.m - 1}.", n=self.n)
+
+    @property
+    def exact(self) -> bool:
+        return self._leaf.exact
+
+    @property
+    def _rule(self) -> Largest:
+        return Largest(self.m, Fraction(1), self.n)
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)
+
+
+@dataclass(frozen=True)
+class Topk(SparseCodec):
+    """The largest magnitudes of every 1024 consecutive elements; the remaining elements come back as 0.
+
+    Parameters
+    ----------
+    fraction : the share that is kept, above 0 and at most 1; of `s` elements ``ceil(fraction * s)``, with the fraction
+        read as a decimal number
+    inner : Codec for the elements that are kept, without an inner codec of its own
+
+    Raises
+    ------
+    ConfigError : another fraction
+    ChainError : `inner` cannot stand here
+
+    Notes
+    -----
+    dtypes: float32, float16, bfloat16 where `inner` takes them. 1.0625 bits per element and `inner` of the share.
+    Biased: the dropped elements are small, but do not average to zero; meant for experiments. Of equal magnitudes the
+    first is kept; NaN and Inf are larger than all finite ones. The error of a kept element is that of `inner`. That of
+    a dropped element is its magnitude, which is at most that of each kept element of the tile.
+    """
+
+    name = "topk"
+    lossless = False
+
+    fraction: float = 0.25
+    inner: Codec = field(default_factory=Raw)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.fraction) not in (int, float) or not 0 < self.fraction <= 1:
+            raise ConfigError(
+                f"topk(fraction={self.fraction!r}): must be above 0 and at most 1, such as 0.25.",
+                fraction=self.fraction,
+            )
+
+    @property
+    def exact(self) -> bool:
+        return self._leaf.exact
+
+    @property
+    def _rule(self) -> Largest:
+        return Largest(TILE, Fraction(str(self.fraction)), TILE)
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)
+
+
+ITEMSIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Zmask(SparseCodec):
+    """A mask of the elements with a bit that is not zero; `inner` encodes these elements, in their order.
+
+    Parameters
+    ----------
+    inner : Codec for the elements that are kept, without an inner codec of its own
+
+    Raises
+    ------
+    ChainError : `inner` cannot stand here
+
+    Notes
+    -----
+    dtypes: those of `inner` with elements of 1, 2, 4 or 8 bytes. Size: at most 1.0625 bits per element and `inner` of
+    all elements; `encode` counts them to find the exact size. Lossless where `inner` is. Otherwise zeros come back as
+    +0.0, and the error of the remaining elements is that of `inner`. -0.0 is not zero: it is kept.
+    """
+
+    name = "zmask"
+    exact = False
+
+    inner: Codec = field(default_factory=Raw)
+
+    @property
+    def lossless(self) -> bool:
+        return self.inner.lossless
+
+    @cached_property
+    def keeping_signs(self) -> Zmask | None:  # computed once
+        inner = self.inner.keeping_signs
+        return self if inner is self.inner else None if inner is None else Zmask(inner)
+
+    @property
+    def _rule(self) -> Rule:
+        return None
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize in ITEMSIZES and self.inner.accepts(dtype)

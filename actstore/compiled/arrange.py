@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from actstore.compiled.formats.sizes import hinted_nbytes
+from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
 from actstore.compiled.graph import VIEWS, name_of
 
 IMAGE_DIM = 4
@@ -94,3 +96,40 @@ def _is_read_in_loops(node: Node, elementwise: Callable[[Node], bool]) -> bool:
     return all(
         _is_read_in_loops(user, elementwise) if name_of(user) in VIEWS else elementwise(user) for user in node.users
     )
+
+
+def turns_images(module: GraphModule) -> bool:
+    """Return whether Inductor lays out what the convolutions of a graph read and return with the channels last."""
+    found: bool = _lowering().decide_layout_opt(module, is_inference=False)
+    return found
+
+
+def channels_last_nodes(forward: GraphModule) -> set[Node]:
+    """Return the nodes of a forward graph whose results Inductor lays out so, by its own rule.
+
+    A convolution on a CPU does, and what it reads and what reads its result follow. The rule ends at the last
+    convolution: loops after it write as they read. A wrong guess costs time alone.
+    """
+    if not turns_images(forward):
+        return set()
+    preferred = _lowering().find_nodes_prefer_channels_last(SimpleNamespace(module=forward))
+    found = set[Node]()
+    for node in forward.graph.nodes:
+        value = node.meta.get("val")
+        if not _is_image(value):
+            continue
+        if node in preferred or any(
+            each in found and each.meta["val"].shape == value.shape for each in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
+
+
+def _lowering() -> Any:
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == IMAGE_DIM and is_fixed(value) and value.is_contiguous()

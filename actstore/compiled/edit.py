@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.base.note import SMALL
 from actstore.codecs import Codec, Raw
-from actstore.compiled.arrange import write
-from actstore.compiled.channels import channels_last_nodes
+from actstore.compiled.arrange import channels_last_nodes, write
 from actstore.compiled.formats.codecs import GraphCodec, graph_codec
 from actstore.compiled.formats.sizes import hinted_nbytes, is_fixed
 from actstore.compiled.graph import (
@@ -35,10 +34,18 @@ from actstore.compiled.graph import (
     views_between,
 )
 from actstore.compiled.rules import GraphRules
-from actstore.compiled.sampling import add_sample, is_sample, name_samples
 from actstore.compiled.splice import NO_CHECK, Decompositions, add_placeholder, place_after, set_outputs, splice, trace
 from actstore.compiled.table import EXTRA, INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table
-from actstore.compiled.tiers import TierGraph, count_readers, fetch_early, is_token, name_puts
+from actstore.compiled.tiers import (
+    TierGraph,
+    add_sample,
+    count_readers,
+    fetch_early,
+    is_sample,
+    is_token,
+    name_puts,
+    name_samples,
+)
 from actstore.compiled.treatment import BITS, Treatment, Treatments, payload_node
 
 

@@ -14,12 +14,12 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from actstore.codecs import Raw
+from actstore.compiled.arrange import turns_images
 from actstore.compiled.budget.costs import Cost, Costs
 from actstore.compiled.budget.lane import MIN_NBYTES, TierLane
 from actstore.compiled.budget.lossy import LossyPayload
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from actstore.compiled.channels import turns_images
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.formats.codecs import graph_codec
 from actstore.compiled.formats.sizes import hint, hinted_nbytes, is_fixed

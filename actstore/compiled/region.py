@@ -22,7 +22,7 @@ from actstore.base.reaper import Finalizer
 from actstore.compiled.table import AGAIN, EXTRA, INPUT, KEPT, PAYLOAD, SAMPLE, TOKEN, SavedRow, Table, running_table
 from actstore.compiled.tokens import Puts, nbytes_of_token, site_of
 from actstore.errors import PayloadError
-from actstore.store.verified import Seal
+from actstore.store.observers import Seal
 
 _UNKNOWN = SavedRow(KEPT, note="saved by a compiled region that tells nothing of its tensors")
 _HOOKS = "actstore."

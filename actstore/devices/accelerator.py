@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from threading import Lock
@@ -56,6 +57,7 @@ class Accelerator(Device):
         if torch_device.type == "cuda":
             refusals.observe()
         self._lock = Lock()  # a torch.Stream can be entered by one thread at a time
+        self._idle: deque[Any] = deque()  # events whose tickets are gone
         self._pages: dict[int, mmap.mmap] = {}  # pinned by us, by address
         weakref.finalize(self, _unregister, self._pages, torch_device).atexit = False
 
@@ -72,16 +74,19 @@ class Accelerator(Device):
         return torch.Stream(device=self.torch_device)
 
     def record(self, stream: Any) -> Ticket:
-        event: Any = torch.Event(self.torch_device)
+        try:
+            event: Any = self._idle.pop()
+        except IndexError:
+            event = torch.Event(self.torch_device)
         event.record(stream)
-        return EventTicket(event)
+        return EventTicket(event, idle=self._idle)
 
     def mark(self, stream: Any) -> Ticket:
         event = self._timed(stream)
         return EventTicket(event, event, self._clock)
 
     def wait(self, stream: Any, ticket: Ticket) -> Ticket | None:
-        if ticket.ready():
+        if not self.timing or ticket.ready():
             ticket.wait_on(stream)
             return None
         begin = self._timed(stream)
@@ -91,14 +96,23 @@ class Accelerator(Device):
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    def spare_nbytes(self) -> int:
+        device = self.torch_device
+        if device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return max(0, min(free, limit - reserved) + reserved - torch.cuda.max_memory_allocated(device))
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:
         for ticket in after:  # not under the lock: the host waits here for threads that may need it
             ticket.wait_on(stream)
         with self._lock:
-            begin = self._timed(stream)
+            begin = self._timed(stream) if self.timing else None
             with stream:
                 dst.copy_(src, non_blocking=True)
-            return EventTicket(self._timed(stream), begin, self._clock)
+            return self.record(stream) if begin is None else EventTicket(self._timed(stream), begin, self._clock)
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         if self.torch_device.type == "cuda":  # and ROCm, which torch calls so

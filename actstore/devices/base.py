@@ -38,10 +38,16 @@ class Device(ABC):
     ----------
     torch_device : the device as torch names it
     on_host : whether its memory is host memory
+    timing : whether copies and waits are timed; without it the host makes fewer calls, and their tickets have no span
     """
 
     torch_device: torch.device
     on_host: bool
+    timing: bool = True
+
+    def time(self, *, timing: bool) -> None:
+        """Time copies and waits from now on, or stop doing so."""
+        self.timing = timing
 
     @abstractmethod
     def current(self) -> Any:
@@ -69,7 +75,7 @@ class Device(ABC):
 
         Returns
         -------
-        Ticket : its `span` is the time waited; None when the operation was complete already
+        Ticket : its `span` is the time waited; None when the operation was complete already, and without `timing`
 
         Raises
         ------
@@ -82,6 +88,10 @@ class Device(ABC):
 
         Another stream may use it only after the current one has come to this point: the memory may be in use before.
         """
+
+    def spare_nbytes(self) -> int:
+        """Return bytes that no step has needed so far; 0 where they are unknown."""
+        return 0
 
     def recycles(self, nbytes: int) -> bool:
         """Return whether freed memory of `empty` is reused for tensors of about its size, without new pages."""

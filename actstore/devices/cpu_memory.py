@@ -225,9 +225,12 @@ def heap() -> tuple[int, int]:
 
 
 def trim() -> None:
-    """Return idle pages to the system."""
+    """Return idle pages, and free blocks of the C heap, to the system."""
     if _library is not None:
         _library.actstore_trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is not None:  # of glibc
+        malloc_trim(ctypes.c_size_t(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

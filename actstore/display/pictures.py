@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "matplotlib":
         raise
-    raise ConfigError("pictures need matplotlib, which is not installed: pip install 'actstore[bench]'.") from error
+    raise ConfigError("pictures need matplotlib, which is not installed. Run pip install 'actstore[bench]'.") from error
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = SERIES[:5]
 BLACK = "#222222"

@@ -21,7 +21,8 @@ try:
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "actstore.integrations.huggingface is for Transformers, which is not installed: pip install 'actstore[hf]'.",
+        "actstore.integrations.huggingface is for Transformers, which is not installed. "
+        "Run pip install 'actstore[hf]'.",
         name=error.name,
     ) from error
 

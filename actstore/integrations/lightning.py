@@ -21,8 +21,8 @@ except ModuleNotFoundError as error:
         from pytorch_lightning import Callback  # the package's older name
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "actstore.integrations.lightning is for Lightning, which is not installed: "
-            "pip install 'actstore[lightning]'.",
+            "actstore.integrations.lightning is for Lightning, which is not installed. "
+            "Run pip install 'actstore[lightning]'.",
             name=error.name,
         ) from error
 

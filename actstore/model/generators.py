@@ -103,12 +103,15 @@ class GeneratorStates(Snapshot):
         self._ended = False
         on_devices = [_device_generator(device) for device in devices]
         self._begins_anew = bool(on_devices) and any(map(_drops_by_cudnn, modules))
+        sources = (*_GLOBALS, *on_devices) if on_devices else _GLOBALS
         self._before: dict[SharedGenerator, Any] = {}
-        for source in (*_GLOBALS, *on_devices):
-            self._before[source] = state = source.read() if last is None else source.look()
-            if last is not None and last._ended and last._before.get(source, last) is state:
-                del last._before[source]
-        self._own = [(source, source.read()) for source in owned(modules, arguments)]
+        for source in sources:
+            self._before[source] = source.read() if last is None else source.look()
+        if last is not None and last._ended:
+            last._drop(self._before)
+        self._own: list[tuple[GeneratorAccess, Any]] = []
+        if modules or any(map(has_state, map(type, arguments))):
+            self._own = [(source, source.read()) for source in owned(modules, arguments)]
         if self._begins_anew:
             for source in on_devices:
                 source.set(source.read())
@@ -119,23 +122,32 @@ class GeneratorStates(Snapshot):
             self._own = [(source, state) for source, state in self._own if source.read() != state]
         self._ended = True
 
+    def _drop(self, now: dict[SharedGenerator, Any]) -> None:
+        """Drop the states that are those of now."""
+        for source, state in now.items():
+            if self._before.get(source, self) is state:
+                del self._before[source]
+
     def drop_unchanged(self) -> None:
         """Drop the states of shared generators that are those of now, if the forward has ended: it did not draw."""
         if self._ended:
-            for source, state in [*self._before.items()]:
-                if source.look() is state:
-                    del self._before[source]
+            self._drop({source: source.look() for source in self._before})
 
     def now(self) -> list[tuple[Generator, Any]]:
         """Return the states now of all generators that a forward which has not ended may draw from."""
         shared: list[tuple[Generator, Any]] = [(source, source.look()) for source in self._before]
         return shared + [(source, source.read()) for source, _ in self._own]
 
-    def drawn(self, states: Iterable[tuple[Generator, Any]]) -> None:
-        """Note the states after a part of the forward that later runs leave out: they set these states in its place."""
+    def drawn(self, before: Iterable[tuple[Generator, Any]]) -> list[tuple[Generator, Any]]:
+        """Return the states of generators from which a part of the forward has drawn since `before`, the states then.
+
+        Later runs leave the part out, and set these states in its place.
+        """
+        states = [now for now, (_, was) in zip(self.now(), before, strict=True) if now[1] != was]
         if self._begins_anew:
             for source, state in states:
                 source.set(state)
+        return states
 
     def rewind(self) -> list[tuple[Generator, Any]]:
         """Set the states from before the forward. Returns those of now."""

@@ -41,10 +41,12 @@ def named_modules(model: Module) -> list[tuple[str, Module]]:
 
 @cache
 def _wrapped_in(kind: type[Module]) -> tuple[str, ...]:
-    """Return the attributes of a wrapper that its model's names leave out: those of DDP, DeepSpeed and PEFT."""
+    """Return the attributes of a wrapper that its model's names leave out: those of DDP, DeepSpeed, Fabric, PEFT."""
     names = {base.__name__ for base in kind.__mro__}
     if names & {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}:
         return ("module",)
+    if "_FabricModule" in names:
+        return ("_forward_module",)
     if "PeftModel" in names:
         return ("base_model",)
     return ("model",) if "BaseTuner" in names else ()

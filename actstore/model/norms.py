@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
 
 STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _Lent = list[tuple[Module, dict[str, Any]]]
+
+
+def updates(module: Module, name: str) -> bool:
+    """Return whether a forward of a module writes to its buffer of this name, without a version that tells."""
+    return name in STATISTICS and isinstance(module, _NormBase) and module.training
 
 
 class NormStatistics:

@@ -47,23 +47,16 @@ class TorchSettings(Snapshot):
     Thread-safe. `rewound` acts on the thread that enters it.
     """
 
-    __slots__ = ("_autocast", "_device", "_threads", "_values")
+    __slots__ = ("_values",)
 
-    def __init__(self) -> None:
-        self._values = [*map(call, _READS)]
-        self._threads = cpu_threads.number()
-        self._autocast = [*map(call, _autocast_reads())]
-        self._device = _device_of(_device_context())
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values  # in the order of `_reads`
 
     @classmethod
     def now(cls, last: TorchSettings | None) -> TorchSettings:
         """Return the settings of now: `last`, if they are the same."""
-        now = cls()
-        return last if last is not None and now._same(last) and now._autocast == last._autocast else now
-
-    def _same(self, other: TorchSettings) -> bool:
-        same = self._values == other._values and self._threads == other._threads
-        return same and self._device == other._device
+        values = _now()
+        return last if last is not None and values == last._values else cls(values)
 
     def rewound(self) -> AbstractContextManager[Any]:
         """Return a context with these settings, and with gradients enabled.
@@ -73,17 +66,18 @@ class TorchSettings(Snapshot):
         StateError : the precision of float32 products is another one
         """
         cpu_threads.settle()  # else an operator of the second run might do so half way
-        now = TorchSettings()
-        if now._same(self) and now._autocast == self._autocast and not any(self._autocast[:-1:2]):
-            return torch.enable_grad()
+        now = _now()
+        if now == self._values and not any(now[_AUTOCAST:-1:2]):
+            return _GradientsEnabled()
         return self._placed(now)
 
     @contextmanager
-    def _placed(self, now: TorchSettings) -> Iterator[None]:
-        with torch.enable_grad(), ExitStack() as stack:
-            if now._threads != self._threads:
-                stack.enter_context(cpu_threads.using(self._threads))
-            for setting, was, found in zip(_SETTINGS, self._values, now._values, strict=True):
+    def _placed(self, now: list[Any]) -> Iterator[None]:
+        with _GradientsEnabled(), ExitStack() as stack:
+            threads, device = self._values[_THREADS], self._values[_DEVICE]
+            if now[_THREADS] != threads:
+                stack.enter_context(cpu_threads.using(threads))
+            for setting, was, found in zip(_SETTINGS, self._values, now, strict=False):
                 if was == found:
                     continue
                 if setting.set is None:
@@ -94,18 +88,30 @@ class TorchSettings(Snapshot):
                     )
                 stack.callback(setting.set, found)
                 setting.set(was)
-            if now._device != self._device:
-                stack.enter_context(self._device)
+            if now[_DEVICE] != device:
+                stack.enter_context(device or _CPU)
             self._enter_autocast(stack, now)
             yield
 
-    def _enter_autocast(self, stack: ExitStack, now: TorchSettings) -> None:
-        *_, caches = self._autocast
-        for i, kind in enumerate(_kinds()):
-            was = self._autocast[2 * i : 2 * i + 2]
-            enabled, dtype = was
-            if enabled or was != now._autocast[2 * i : 2 * i + 2]:
+    def _enter_autocast(self, stack: ExitStack, now: list[Any]) -> None:
+        caches = self._values[-1]
+        for kind, i in zip(_kinds(), range(_AUTOCAST, len(now) - 1, 2), strict=True):
+            enabled, dtype = was = self._values[i : i + 2]
+            if enabled or was != now[i : i + 2]:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
+
+
+class _GradientsEnabled:
+    """Context with gradients enabled, faster than `torch.enable_grad`."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 class UserModes(Snapshot):
@@ -150,15 +156,16 @@ def _kinds() -> tuple[str, ...]:
 
 
 @cache
-def _autocast_reads() -> tuple[Callable[[], Any], ...]:
-    """Return what reads whether autocast is enabled for each kind of device, its dtype there, and its cache."""
+def _reads() -> tuple[Callable[[], Any], ...]:
+    """Return what reads all settings: `_SETTINGS`, the number of CPU threads, the default device, and autocast.
+
+    The device is that of the innermost ``with torch.device(...)`` or `torch.set_default_device`; 0 without one.
+
+    Autocast is, for each kind of device, whether it is enabled and its dtype there; at last its cache.
+    """
     reads = [partial(read, kind) for kind in _kinds() for read in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
-    return *reads, torch.is_autocast_cache_enabled
-
-
-def _device_of(context: Any) -> torch.device:
-    device: torch.device = _CPU if context is None else context.device
-    return device
+    others = (cpu_threads.number, _len_torch_function_stack, *reads, torch.is_autocast_cache_enabled)
+    return *(setting.read for setting in _SETTINGS), *others
 
 
 def _modes() -> list[Any]:
@@ -180,12 +187,13 @@ def _entered(mode: Any) -> Iterator[None]:
         base.__exit__(mode, None, None, None)
 
 
-def _device_context() -> Any:
-    """Return the innermost ``with torch.device(...)``, or the one of `torch.set_default_device`."""
-    if not _len_torch_function_stack():
-        return None
-    modes: list[Any] = _get_current_function_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
+def _now() -> list[Any]:
+    """Return the values of all settings."""
+    values = [*map(call, _reads())]
+    if values[_DEVICE]:
+        modes: list[Any] = _get_current_function_mode_stack()
+        values[_DEVICE] = next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), 0)
+    return values
 
 
 def _of_torch(name: str, read: str, put: str) -> list[Setting]:
@@ -231,4 +239,6 @@ _SETTINGS = (
         if hasattr(_torch_c, "_get_fp32_precision_getter")
     ),
 )
-_READS = tuple(setting.read for setting in _SETTINGS)
+_THREADS = len(_SETTINGS)  # places in the values: these, the number of threads,
+_DEVICE = _THREADS + 1  # the default device,
+_AUTOCAST = _DEVICE + 1  # and autocast

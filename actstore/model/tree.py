@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import Enum
+from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType
@@ -72,10 +73,10 @@ class ModuleTree:
 
     Attributes
     ----------
-    modules : `root` and all modules inside of it, `root` first
+    modules : `root` and all modules inside of it, `root` first; `classes` are theirs
     entries : those of each module
     kinds : classes of the modules that are not PyTorch's own
-    hooked : modules with hooks of their forward
+    hooked : modules with hooks of their forward; `unhooked` are the empty dicts of hooks
     registries : those of the modules that run again
     of_users : attributes of the modules that are not PyTorch's own
     stateful : modules with buffers or hooks, and those that do not run again
@@ -83,11 +84,13 @@ class ModuleTree:
     limited : embeddings that limit the norms of their rows, with the limit
     generators : of random numbers, in attributes
     parameters : those whose versions tell changes; `leaves` are those of them that have no history
+    may_last : whether no tensor has a history, which the tree would hold
     """
 
     def __init__(self, root: Module, once: Container[Module] = ()) -> None:
         self.root = root
         self.modules = [module for _, module in named_modules(root)]
+        self.classes = [*map(type, self.modules)]
         self.entries: list[ModuleEntries] = []
         self.kinds: dict[Any, None] = {}
         self.stateful: list[tuple[Module, bool]] = []  # whether it runs again
@@ -105,36 +108,49 @@ class ModuleTree:
         self._attributes = [each.attributes for each in self.entries]
         self._getters = [itemgetter("_parameters", "_modules", *each.plain) for each in self.entries]
         registries = [*chain.from_iterable(_REGISTRIES(module) for module in self.modules)]
+        self._registries = registries
         self._filled = [*filter(None, registries)]
-        self._empty = [each for each in registries if not each]
-        self._unhooked = [hooks for module in self.modules for hooks in _HOOKS(module) if not hooks]
+        self.unhooked = [hooks for module in self.modules for hooks in _HOOKS(module) if not hooks]
         self.hooked = [module for module in self.modules if any(_HOOKS(module))]
         self.registries = [pair for each in self.entries if each.runs_again for pair in each.registries]
         self.of_users = [each.attributes for each in self.entries if not each.is_of_torch]
         self._sizes = self._sizes_now()
-        self._values = self._values_now()
+        self._readers = self.readers()
+        self._values = [*chain.from_iterable(map(call, self._readers))]
         tensors = [*self._weights, *chain.from_iterable(module._buffers.values() for module in self.modules)]
-        self._may_last = all(each is None or each.grad_fn is None for each in tensors)  # else it would hold a graph
+        self.may_last = all(each is None or each.grad_fn is None for each in tensors)  # else it would hold a graph
 
     @classmethod
     def now(cls, root: Module, once: Container[Module], last: ModuleTree | None) -> ModuleTree:
         """Return the tree now: `last`, of an earlier call, where it is the same."""
-        if last is not None and last._may_last and not any(last._unhooked) and last.is_current():
+        if last is not None and last.may_last and not any(last.unhooked) and last.is_current():
             return last
         return cls(root, once)
 
     def is_current(self) -> bool:
-        """Return whether all parameters, buffers, modules and plain attributes are the same objects now."""
+        """Return whether all parameters, buffers, modules, classes and plain attributes are the same now."""
         try:
-            values = self._values_now()
-            same = len(values) == len(self._values) and all(map(is_, values, self._values))
-            return same and not any(self._empty) and self._sizes_now() == self._sizes
+            values = chain.from_iterable(map(call, self._readers))
+            return all(map(is_, values, self._values)) and self._sizes_now() == self._sizes
         except KeyError:  # an attribute is gone
             return False
 
     def has_same_parameters(self) -> bool:
         """Return whether the parameters are the same objects now."""
         return all(map(is_, chain.from_iterable(map(dict.values, self._with_parameters)), self._weights))
+
+    def is_steady(self) -> bool:
+        """Return whether its modules have nothing but parameters, modules and plain attributes."""
+        return self.may_last and not (self._loose or self.stateful or self.hooked or self.limited)
+
+    def dicts(self) -> list[Entries]:
+        """Return the attributes, parameters, buffers and modules of all modules."""
+        return [*self._attributes, *self._registries]
+
+    def readers(self) -> list[Callable[[], Iterable[Any]]]:
+        """Return functions that read plain attributes, parameters, buffers and modules. They fail where one is gone."""
+        attributes = [partial(getter, each) for getter, each in zip(self._getters, self._attributes, strict=True)]
+        return [*attributes, *[partial(dict.values, each) for each in self._filled]]
 
     def loose(self) -> list[AttributeFound]:
         """Return the attributes now of users' modules that were not plain."""
@@ -163,12 +179,9 @@ class ModuleTree:
         if module._buffers or module._forward_pre_hooks or not runs_again:
             self.stateful.append((module, runs_again))
 
-    def _sizes_now(self) -> list[int]:
-        return [len(each) - ("forward" in each) for each in self.of_users]  # stores come and go
-
-    def _values_now(self) -> list[Any]:
-        attributes = chain.from_iterable(map(call, self._getters, self._attributes))
-        return [*attributes, *chain.from_iterable(map(dict.values, self._filled))]
+    def _sizes_now(self) -> list[Any]:
+        wrapped = [len(each) - ("forward" in each) for each in self.of_users]  # stores come and go
+        return [*wrapped, *map(len, self._registries), *map(type, self.modules)]
 
 
 def _is_generator(value: Any) -> bool:

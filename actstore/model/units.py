@@ -113,6 +113,6 @@ def digest_of(model: Module) -> str:
 
 
 def device_of(model: Module | None) -> torch.device | None:
-    """Return the device of a model's parameters; None without a model or without parameters."""
+    """Return the device of a model's parameters; None without a model or parameters, and while they have no data."""
     first = next(model.parameters(), None) if model is not None else None
-    return first.device if first is not None else None
+    return first.device if first is not None and not first.is_meta else None

@@ -18,7 +18,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
-from actstore.model.names import is_of_torch
 from actstore.model.norms import STATISTICS, NormStatistics, give_back
 from actstore.model.snapshot import AS_IT_IS, Snapshot
 from actstore.model.tree import (
@@ -51,7 +50,7 @@ class Weights(Snapshot):
 
     Parameters
     ----------
-    tree : the modules: those that do not run again have the values of their buffers after the forward
+    tree : the modules
     history : what earlier forwards of `root` have written to
     hidden : makes a stand-in for a tensor of this name that other code has written to since. Its use is an error
 
@@ -84,37 +83,33 @@ class Weights(Snapshot):
         # It has not: with their versions, and copies of small ones.
         self._unwritten: list[tuple[Entries, str, ref[Tensor], int, Tensor | None]] = []
         self._hidden = hidden
-        self._late: dict[Module, Entries] = {}  # buffers of modules whose forward does not run again
         self._seen: list[tuple[Entries, Entries]] = []  # buffers, and weights that a hook has computed
-        self._norms: list[_NormBase] = []  # whose statistics are to be copied
-        self._statistics: list[NormStatistics] = []
         self._estimates: list[tuple[Entries, Entries]] = []
         self._computed: list[tuple[Entries, str]] = []  # weights that a hook computes before each forward
         self._saved: list[tuple[Tensor, int]] = []
         self._has_more = True  # than parameters that are as they were
         self.buffers: dict[int, Tensor] = {}
+        norms = []
         for module, runs_again in tree.stateful:
             hooked = self._hooked(module) if module._forward_pre_hooks else False
             if hooked:
                 self._estimates.append((module._buffers, _copies(module._buffers)))
-            elif runs_again:
-                self._keep_buffers(module)
-            else:
-                self._late[module] = module._buffers
-                self._report(module._buffers)
+                continue
+            self._keep_buffers(module, runs_again=runs_again)
+            if isinstance(module, _NormBase):
+                norms.append(module)
         for each in loose:
-            if each.runs_again and type(each.value) is Tensor:
+            if type(each.value) is Tensor:
                 self._watch(each.entries, {each.name: each.value})
-        self._copy_statistics()
+        self._statistics = [NormStatistics(norms)] if norms else []
 
-    def _keep_buffers(self, module: Module) -> None:
-        """Keep the buffers of a module whose forward runs again, and may write to them."""
+    def _keep_buffers(self, module: Module, *, runs_again: bool) -> None:
+        """Keep the buffers of a module, whose forward may write to them."""
         buffers: Entries = module._buffers
         others = dict(buffers)
         if isinstance(module, _NormBase):
-            self._norms.append(module)
             others = {name: each for name, each in buffers.items() if name not in STATISTICS}
-            if not module.training:
+            if runs_again and not module.training:
                 tracked = buffers.get("num_batches_tracked")  # moving the statistics changes its version, not theirs
                 self._versions += [(tracked, tracked._version)] if has_version(tracked) else []
                 self._report(buffers)
@@ -123,24 +118,9 @@ class Weights(Snapshot):
             self._watch(buffers, others)
             self._report(others)
 
-    def _copy_statistics(self) -> None:
-        if self._norms:
-            self._statistics.append(NormStatistics(self._norms))
-            self._norms = []
-
     def _report(self, buffers: Entries) -> None:
         known = [buffer for buffer in buffers.values() if has_version(buffer)]
         self.buffers |= {storage._cdata: buffer for buffer in known for storage in storages_of(buffer)}
-
-    def run_again(self, modules: Iterable[Module]) -> None:
-        """Note that modules which do not run again are about to run as parts of the forward, and so will run again."""
-        for module in modules:
-            if self._late.pop(module, None) is not None:
-                kind: Any = type(module)
-                if not is_of_torch(kind):
-                    self._watch(vars(module), vars(module))
-                self._keep_buffers(module)
-        self._copy_statistics()
 
     def _watch(self, entries: Entries, among: Entries) -> None:
         """Note tensors that the forward may write to, with copies where it is not known that it does not."""
@@ -181,7 +161,6 @@ class Weights(Snapshot):
                     self._repeated.append((names[id(each)], each))
         if self._versions or self._saved:
             self._versions = [each for each in self._versions if each[0]._version == each[1]] + self._saved
-        self._seen += [(buffers, dict(buffers)) for buffers in self._late.values() if buffers]
         self._end_writes()
         more = self._written or self._unwritten or self._repeated or self._seen or self._versions or self._statistics
         self._has_more = bool(more or self._estimates or self._computed or tree.limited)
@@ -201,9 +180,20 @@ class Weights(Snapshot):
         self._written += copied
         self._repeated += repeated
 
+    @property
+    def is_steady(self) -> bool:
+        """True if the forward has changed nothing, and later forwards can change parameters alone."""
+        return not (self._has_more or self.buffers)
+
+    def before(self) -> Weights:
+        """Return the steady weights before one more forward, which has changed something or may do so."""
+        own = Weights(self._tree, (), self._history, self._hidden)
+        own._expected, own._trained = [*self._expected], self._trained
+        return own
+
     def one_of(self, last: Weights | None) -> Weights:
         """Return `last`, of an earlier call, where it says the same, so that calls that are alike hold it once."""
-        if last is None or self._has_more or last._has_more or self._tree is not last._tree or self.buffers:
+        if last is None or not self.is_steady or last._has_more or self._tree is not last._tree:
             return self
         return last if (self._expected, self._trained) == (last._expected, last._trained) else self
 

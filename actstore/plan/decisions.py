@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from actstore.policy import Decision, Keep, Offload, Recompute, Rules, parse_decision
+from actstore.policy import Decision, Derive, Keep, Offload, Recompute, Rules, parse_decision
 from actstore.policy.decision import waits_as
 from actstore.policy.grammar import split_rules
 
@@ -45,6 +45,13 @@ def recomputed_calls(decision: str) -> int | None:
 def offloads(decision: str) -> bool:
     """Return whether a decision on a unit moves payloads to a tier."""
     return any(isinstance(waits_as(each), Offload) for each in by_part(decision).values())
+
+
+def encodes_for_derive(decision: str) -> str:
+    """Return the lossy decision inside a `derive` on a unit, as ``int8`` of ``derive(int8)``; empty for any other."""
+    each = by_part(decision).get("")
+    rest = each.rest if isinstance(each, Derive) else Keep()
+    return "" if isinstance(rest, Keep) or rest.codec.lossless else str(rest)
 
 
 def except_from_recompute(part: str, wait: str) -> str:

@@ -226,6 +226,11 @@ def _memory(plan: PlanValues) -> Iterator[str]:
     )
     unknown = "" if memory.optimizer is not None else "; no optimizer has stepped, so its states are not counted"
     yield from wrapped(f"Where {format_nbytes(total)} of device memory go: {shown}{unknown}.")
+    if memory.updating > plan.predicted.peak:
+        yield from wrapped(
+            f"The optimizer sets the peak: its step needs about {format_nbytes(memory.updating)} beside its states, "
+            f"activations at most {format_nbytes(plan.predicted.peak)}. Give it fused=True or foreach=False."
+        )
     if itself > plan.predicted.peak / 2:
         yield from wrapped(
             f"The model itself and its loss hold {format_nbytes(itself)}, more than all units together, and no "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
@@ -87,17 +87,33 @@ def _limit(chain: LayerChain, solution: Solution) -> str:
 
 def or_as_before(decisions: dict[str, str], chain: LayerChain, limits: Limits, solution: Solution) -> Solution:
     """Return the running choice where it is still possible and `solution` hardly gains, otherwise `solution`."""
-    indices = [
-        next((i for i, option in enumerate(layer.options) if option.decision == decisions.get(layer.name, KEEP)), None)
-        for layer in chain.layers
-    ]
-    if any(index is None for index in indices):
+    found = evaluated(decisions, chain, limits)
+    if found is None or not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
         return solution
-    choice = tuple(index for index in indices if index is not None)
-    found = evaluate_step(chain, choice, limits)
-    if not found.feasible or solution.evaluation.total < (1 - MIN_GAIN) * found.total:
-        return solution
-    return replace(solution, choice=choice, evaluation=found, how="as before")
+    return replace(solution, choice=found.choice, evaluation=found, how="as before")
+
+
+def evaluated(decisions: Mapping[str, str], chain: LayerChain, limits: Limits) -> Evaluation | None:
+    """Return the step of these decisions by unit; None where one of them is not measured. Other units keep."""
+    choice = []
+    for layer in chain.layers:
+        wanted = decisions.get(layer.name, KEEP)
+        choice.append(next((i for i, each in enumerate(layer.options) if each.decision == wanted), None))
+    known = [index for index in choice if index is not None]
+    return evaluate_step(chain, known, limits) if len(known) == len(choice) else None
+
+
+def ran_within(
+    chain: LayerChain, limits: Limits, steps: Iterable[tuple[Mapping[str, str], float]], device: float
+) -> tuple[Solution, float] | None:
+    """Return the fastest choice of the measured steps whose peak was at most `device`, and its peak's excess."""
+    free = replace(limits, device=inf)
+    known = ((evaluated(decisions, chain, free), peak) for decisions, peak in steps if peak <= device)
+    found = [(each, peak - each.device_peak) for each, peak in known if each is not None and each.feasible]
+    if not found:
+        return None
+    best, excess = min(found, key=lambda pair: pair[0].total)
+    return Solution(best.choice, best, None, {}, "as measured"), excess
 
 
 OneLines = Mapping[str, Mapping[str, str]]
@@ -106,12 +122,8 @@ OneLines = Mapping[str, Mapping[str, str]]
 def evaluations(chain: LayerChain, limits: Limits, policies: OneLines) -> Iterator[tuple[str, Evaluation]]:
     """Yield the text and the step of each policy whose decisions are all measured; other units keep."""
     for text, decisions in policies.items():
-        choice = []
-        for layer in chain.layers:
-            wanted = decisions.get(layer.name, KEEP)
-            choice.append(next((i for i, each in enumerate(layer.options) if each.decision == wanted), None))
-        if None not in choice:
-            yield text, evaluate_step(chain, [index for index in choice if index is not None], limits)
+        if (found := evaluated(decisions, chain, limits)) is not None:
+            yield text, found
 
 
 def fastest(chain: LayerChain, limits: Limits, policies: OneLines) -> tuple[str, Evaluation] | None:
@@ -128,7 +140,13 @@ def beside(text: str, policy: Evaluation, solution: Evaluation) -> str:
 
 
 def too_small(
-    refused: CapacityError, chain: LayerChain, limits: Limits, budget: int, beyond: float, policies: OneLines
+    refused: CapacityError,
+    chain: LayerChain,
+    limits: Limits,
+    budget: int,
+    beyond: float,
+    policies: OneLines,
+    smallest: float = inf,
 ) -> CapacityError:
     """Return the refusal of a budget: the argument, the bytes that do, and the policy that comes nearest.
 
@@ -136,10 +154,13 @@ def too_small(
     ----------
     refused : the solver's refusal; returned as it is where it is not about the memory of the device
     beyond : bytes that a step has held beyond its prediction
+    smallest : the smallest peak of a measured step: enough for exact decisions, which a prediction may not be
     """
     if "layer" not in refused.facts or "least" not in refused.facts:
         return refused
-    least = int(float(refused.facts["least"]) + beyond) + 1
+    predicted = float(refused.facts["least"]) + beyond
+    is_exact = limits.error == inf and smallest < inf
+    least = int(smallest if is_exact else min(predicted, smallest)) + 1
     where = refused.facts["layer"] or "the model itself and the loss"
     lines = [
         f"Auto(budget)={format_nbytes(budget)}: the measured decisions need at least {format_nbytes(least)} on the "

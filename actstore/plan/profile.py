@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError, PayloadError
+from actstore.plan.decisions import encodes_for_derive
 from actstore.plan.fields import read_as
 from actstore.plan.solver.chain import Links, most_at_once
 
@@ -123,12 +124,24 @@ class Unit:
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory beside activations, in bytes; None where unknown (an optimizer that has not stepped yet)."""
+    """Device memory beside activations, in bytes; `optimizer` is None where unknown: none has stepped yet.
+
+    Attributes
+    ----------
+    parameters, gradients, optimizer, buffers : what stays from step to step; gradients may go before forward
+    updating : what the optimizer needs for a moment while it steps
+    """
 
     parameters: int
     gradients: int
     optimizer: int | None
     buffers: int
+    updating: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """Bytes that are there when backward ends."""
+        return self.parameters + self.gradients + (self.optimizer or 0) + self.buffers
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class Profile:
     units : the units in the order of forward
     figures : by kind, for each measured decision
     rest : the time of a step outside of all units
-    model : digest of the model's modules, shapes and dtypes
+    model : digest of the model's modules, shapes and dtypes; two, where the first forward has changed the modules
     machine : the properties of the machine that times depend on
     steps : number of measured steps
     """
@@ -233,7 +246,8 @@ class Profile:
             + ", ".join(self.machine.values())
         ]
         for kind, decisions in self.figures.items():
-            units = [unit for unit in self.units if unit.kind == kind]
+            if not (units := [unit for unit in self.units if unit.kind == kind]):
+                continue
             shown = units[0].name or "(the model itself and the loss)"
             lines.append(f"{shown}{f' and {len(units) - 1} like it' if len(units) > 1 else ''}")
             for name, f in decisions.items():
@@ -255,11 +269,19 @@ def _median_part(parts: Sequence[UnitBytes]) -> UnitBytes:
 
 
 def medians(samples: Iterable[UnitFigures], last: int = 12) -> dict[str, UnitFigures]:
-    """Return the medians of the `last` samples of each decision, in the order of first use."""
+    """Return the medians of the `last` samples of each decision, in the order of first use.
+
+    What is derived has the error of payloads, maybe of another unit, so ``derive(int8)`` counts with that of ``int8``.
+    """
     by_decision: dict[str, list[UnitFigures]] = {}
     for sample in samples:
         by_decision.setdefault(sample.decision, []).append(sample)
-    return {decision: UnitFigures.median(group[-last:]) for decision, group in by_decision.items()}
+    found = {decision: UnitFigures.median(group[-last:]) for decision, group in by_decision.items()}
+    for decision, figures in found.items():
+        if encoded := encodes_for_derive(decision):
+            error = found[encoded].error if encoded in found else 1.0
+            found[decision] = replace(figures, error=max(figures.error, error))
+    return found
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from actstore.plan.build import chain_of, limits_of
 from actstore.plan.solver.chain import LayerChain
-from actstore.plan.solver.pareto import pareto
+from actstore.plan.solver.solve import pareto
 from actstore.plan.solver.timeline import Evaluation, evaluate
 
 if TYPE_CHECKING:

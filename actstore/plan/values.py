@@ -97,8 +97,9 @@ class PlanValues:
         ------
         ConfigError : the model or the machine differs; the text names the differences and the next step
         """
-        found = {"model": model, **machine}
-        wanted = {"model": self.profile.model, **self.profile.machine}
+        known = self.profile.model
+        found = {"model": known if model in known.split() else model, **machine}
+        wanted = {"model": known, **self.profile.machine}
         different = "; ".join(
             f"{key}: planned for {wanted.get(key)}, here {found.get(key)}"
             for key in wanted

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.nn import Module
 
 from actstore.errors import PolicyError
 from actstore.model.blocks import repeated_blocks
 from actstore.model.names import named_modules
+from actstore.model.operations import is_attention, mixes_positions
 from actstore.policy import Decision, Rules
 from actstore.policy.globs import select, split_slice
 from actstore.policy.operators import CLASSES
@@ -18,19 +19,25 @@ from actstore.policy.pattern import Pattern, ancestry, shapes
 
 ALIASES = ("@attention", "@blocks", "@mlp", "@norm")
 
-_ATTENTION = re.compile(r"(\w+_)?(attn|attention)|\w*Attention|cross_?attention", re.ASCII)
+_ATTENTION = re.compile(r"(\w+_)?(attn|attention)\d*|\w*Attention|cross_?attention", re.ASCII)
 _MLP = re.compile(
     r"(\w+_)?mlp|ffn?|feed_?forward|DenseReluDense|(\w+_)?moe|intermediate|output|fc[12]|linear[12]", re.ASCII
 )
+_SOUGHT = {
+    "@attention": "module that runs scaled_dot_product_attention, a softmax and products, or a scan",
+    "@mlp": "module with a name of feed-forward networks",
+}
 
 
 def expand(rules: Rules, model: Module) -> Rules:
     """Return the same rules with the module names of `model` in place of aliases.
 
-    ``@blocks`` are the modules that the model repeats. ``@attention`` and ``@mlp`` are the outermost modules in them
-    with a name that models give to attention (``self_attn``, ``SelfAttention``), and to feed-forward networks and
-    experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalizations outside of these two,
-    by the name of their class; of a module in a normalization's class with normalizations inside, these.
+    ``@blocks`` are the modules that the model repeats. ``@attention`` are the modules in them whose forward runs
+    attention: ``scaled_dot_product_attention``, a kernel or an ``autograd.Function`` of such a name, a softmax and
+    products, or a scan; around these, the outermost module with a name that models give to attention (``self_attn``,
+    ``SelfAttention``). ``@mlp`` are the outermost modules in the blocks with a name that models give to feed-forward
+    networks and experts (``mlp``, ``DenseReluDense``, ``block_sparse_moe``). ``@norm`` are all normalizations outside
+    of these two, by the name of their class; of a module in a normalization's class with normalizations inside, these.
     A slice selects some of them, in the order of the model: ``@blocks[::2]``, ``@blocks[-1]``.
     Text after an alias follows each of its names: ``@mlp.down_proj``.
 
@@ -63,11 +70,14 @@ def attention_of(model: Module) -> list[str]:
 def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[str]]:
     around = set(blocks)
     inner = [name for name in named if not around.isdisjoint(ancestry(name.rpartition(".")[0]))]
-    attention = _outermost(inner, _ATTENTION)
-    taken = set(attention)
-    inside = {name for name in inner if not taken.isdisjoint(ancestry(name))}
-    mlp = _outermost([name for name in inner if name not in inside], _MLP)
-    taken.update(mlp)
+    attention = _outermost(inner, lambda name: _matches(name, _ATTENTION) and mixes_positions(named[name]))
+    rest = _outside(inner, attention)
+    mlp = _outermost(rest, lambda name: _matches(name, _MLP))
+    by_code = _outermost(_outside(rest, mlp), lambda name: is_attention(named[name]))
+    whole = [name for name in blocks if is_attention(named[name]) and name not in inner]
+    by_code += whole if len(whole) < len(blocks) else []  # some blocks are attention
+    attention = [name for name in named if name in {*attention, *by_code}]
+    taken = {*attention, *mlp}
     norm = [name for name, module in named.items() if _is_norm(name, module) and taken.isdisjoint(ancestry(name))]
     return {"@attention": attention, "@mlp": mlp, "@norm": norm}
 
@@ -78,12 +88,21 @@ def _is_norm(name: str, module: Module) -> bool:
     return norms == [module] and "parametrizations" not in name.split(".")
 
 
-def _outermost(names: Iterable[str], words: re.Pattern[str]) -> list[str]:
+def _matches(name: str, words: re.Pattern[str]) -> bool:
+    return words.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def _outermost(names: Iterable[str], accepts: Callable[[str], bool]) -> list[str]:
     found: dict[str, None] = {}
     for name in names:
-        if words.fullmatch(name.rpartition(".")[2]) and not any(outer in found for outer in ancestry(name)):
+        if not any(outer in found for outer in ancestry(name)) and accepts(name):
             found[name] = None
     return list(found)
+
+
+def _outside(names: Iterable[str], taken: Iterable[str]) -> list[str]:
+    within = set(taken)
+    return [name for name in names if within.isdisjoint(ancestry(name))]
 
 
 def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -> list[str]:
@@ -102,7 +121,8 @@ def _names(module: str, parts: dict[str, list[str]], named: dict[str, Module]) -
         inner = shapes(name for name in named if any(block in parts["@blocks"] for block in ancestry(name)))
         has = ", ".join((inner or shapes(named))[:12])
         step = f"Name the modules that you mean: it has {has}" if has else "Write a rule for all of it, '* : recompute'"
-        raise PolicyError(f"'{alias}' finds nothing in this model. {step}.", alias=alias)
+        searched = f"{', '.join(shapes(parts['@blocks'])[:4])} have no {_SOUGHT[alias]}. " if alias in _SOUGHT else ""
+        raise PolicyError(f"'{alias}' finds nothing in this model. {searched}{step}.", alias=alias)
     chosen = parts[alias] if text is None else select(alias, text, parts[alias])
     found: list[str] = []
     for pattern in map(Pattern, shapes(chosen)):

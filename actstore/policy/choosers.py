@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from actstore.base.units import parse_budget
-from actstore.errors import ConfigError
+from actstore.base.units import format_nbytes, parse_budget
+from actstore.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,7 +26,8 @@ class Auto:
     Parameters
     ----------
     budget : bound on bytes of activations on the compute device (`Report.peak_held_bytes`), an int or text such as
-        ``"20GiB"``; with ``"160GiB/node"`` the processes that torchrun started on this machine share them equally
+        ``"20GiB"``; with ``"160GiB/node"`` the processes that torchrun started on this machine share them equally. None
+        where `total` is given
     max_noise : the variance that payloads may add to the gradients of the weights, as a fraction of their variance from
         batch to batch; 0.1 costs what a batch that is a tenth smaller costs. Above 0, lossy codecs are among the
         decisions
@@ -34,40 +35,87 @@ class Auto:
         their stores in the same order, and enter them equally often. Ranks with other models of the group, such as
         stages of a pipeline, have a plan of their own. None: this process plans by itself
     wait_s : the most seconds that a rank waits for other ranks in a step that measures
+    total : bound on device memory in place of a budget, as text or int: activations get what weights, gradients,
+        buffers and optimizer states leave. As text: ``"auto(total=24GiB)"``. Not for a group or compiled models
 
     Raises
     ------
-    ConfigError : the budget does not parse, `max_noise` is negative or not finite, `wait_s` is not a number above 0,
-        `group` is not a process group that this rank is in, or comes with `max_noise`
+    ConfigError : not exactly one of `budget` and `total` is given, or it does not parse; `max_noise` is negative or not
+        finite; `wait_s` is not a number above 0; `group` is not a process group that this rank is in, or comes with
+        `max_noise` or `total`
     """
 
-    budget: int | str
+    budget: int | str | None = None
     max_noise: float = 0.0
     group: ProcessGroup | None = None
     wait_s: float = 600.0
+    total: int | str | None = None
 
     def __post_init__(self) -> None:
+        if (self.budget is None) == (self.total is None):
+            raise ConfigError(
+                f"Auto(budget={self.budget!r}, total={self.total!r}): exactly one must be given. Write "
+                'Auto("20GiB") to bound activations, or Auto(total="24GiB") to bound weights, gradients and optimizer '
+                "states with them."
+            )
         check_noise(self.max_noise, "Auto(max_noise)")
         if type(self.wait_s) not in (int, float) or not 0 < self.wait_s < inf:
             raise ConfigError(f"Auto(wait_s={self.wait_s!r}): must be a number of seconds > 0. Use 600.")
         if self.group is not None:
             _check_group(self.group)
+            if self.total is not None:
+                raise ConfigError(
+                    f"Auto(total={self.total!r}, group): the ranks of a group plan activations. Give a budget of "
+                    "activations in place of total."
+                )
             if self.max_noise:
                 raise ConfigError(
                     f"Auto(max_noise={self.max_noise:g}, group): a group agrees on exact decisions only. "
                     "Leave max_noise out, or leave group out, and each rank plans by itself."
                 )
-        _ = self.budget_nbytes
+        _ = self.total_nbytes if self.budget is None else self.budget_nbytes
 
     def __str__(self) -> str:
+        budget = self.budget if self.total is None else f"total={self.total}"
         noise = f", max_noise={self.max_noise:g}" if self.max_noise else ""
         group = "" if self.group is None else f", group of {self.group.size()}"
-        return f"auto({self.budget}{noise}{group})"
+        return f"auto({budget}{noise}{group})"
 
     @property
     def budget_nbytes(self) -> int:
-        """Budget of this process in bytes."""
+        """Budget of this process in bytes, where it is given.
+
+        Raises
+        ------
+        ConfigError : `total` is given, and bounds more than activations
+        """
+        if self.budget is None:
+            raise ConfigError(f"{self}: bounds more than activations. Give a budget of activations: Auto('20GiB').")
         return parse_budget(self.budget, "Auto(budget)")
+
+    @property
+    def total_nbytes(self) -> int | None:
+        """Bound of this process on all device memory in bytes; None where a budget is given."""
+        return None if self.total is None else parse_budget(self.total, "Auto(total)")
+
+    def beside(self, nbytes: int) -> Auto:
+        """Return the policy with a budget of activations: what a total leaves beside `nbytes` of other tensors.
+
+        Raises
+        ------
+        CapacityError : nothing is left
+        """
+        total = self.total_nbytes
+        if total is None:
+            return self
+        if nbytes >= total:
+            raise CapacityError(
+                f"Auto(total={self.total!r}): weights, gradients, buffers and optimizer states take "
+                f"{format_nbytes(nbytes)}, and leave nothing for activations. Give more, shard them, or train fewer "
+                "parameters.",
+                least=nbytes,
+            )
+        return replace(self, budget=total - nbytes, total=None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +161,7 @@ class Bits:
 
 
 _TEXT = re.compile(r"\s*(auto|bits)\s*(?:\(([^()]*)\))?\s*", re.DOTALL)
-_ARGUMENTS = {"auto": ("budget", "max_noise"), "bits": ("max_noise", "held")}  # the first one needs no name
+_ARGUMENTS = {"auto": ("budget", "max_noise", "total"), "bits": ("max_noise", "held")}  # the first one needs no name
 
 
 def parse_chooser(text: str) -> Auto | Bits | None:
@@ -141,7 +189,7 @@ def parse_chooser(text: str) -> Auto | Bits | None:
         if key not in _ARGUMENTS[name] or key in arguments:
             raise ConfigError(f"policy={text!r}: {part!r} is unknown or given twice. {_usage(name)}")
         arguments[key] = _number(value) if key == "max_noise" else value
-    if name == "auto" and "budget" not in arguments:
+    if name == "auto" and not {"budget", "total"} & arguments.keys():
         raise ConfigError(f"policy={text!r}: a budget must be given. {_usage(name)}")
     if name == "bits" and not arguments:
         raise ConfigError(f"policy={text!r}: a limit must be given. {_usage(name)}")

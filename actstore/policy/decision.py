@@ -90,24 +90,29 @@ class Derive:
     when backward reads it. The same holds for SiLU and other activations that keep their inputs, for products, as in
     SwiGLU, and for LayerNorm, RMSNorm and GroupNorm modules. ReLU, tanh, sigmoid and softmax save their outputs, and
     gain nothing; on a CPU, dropout of such an output is computed from it. Masks take one bit an element. A rule covers
-    the module that *reads* the tensor: the linear layer, not the GELU before it. Gradients are identical, bit for bit.
+    the module that *reads* the tensor: the linear layer, not the GELU before it. Gradients are identical, bit for bit,
+    unless `rest` is lossy.
+
+    With a lossy `rest`, as in ``derive(int8)``, a tensor is computed from decoded payloads of that codec, where
+    `rest` would encode it with loss, too. Statistics of norms stay exact. Signs, bounds and divisors by which backward
+    decides stay as under `rest` alone: such a tensor has a payload of its own.
 
     Parameters
     ----------
-    rest : the decision on all other tensors: Keep, or Encode or Offload without loss
+    rest : the decision on all other tensors: Keep, Encode or Offload
 
     Raises
     ------
-    ChainError : `rest` is another decision, or lossy
+    ChainError : `rest` is another decision
 
     Notes
     -----
     Derived are tensors of `min_bytes` or more whose operator's inputs were saved through the store, too, and come
-    back exactly. At most four operators run in a row for one tensor. In-place changes of the tensor, or of
-    its operator's inputs, raise the error that autograd raises. A change without a version counter is not noticed, and
-    the tensor then differs: a write through ``.data`` to the tensor, or to the weight of a normalization before
-    backward has read its output. `actstore verify` shows whether a model does that. Backends that were switched off in
-    forward (``torch.backends.mkldnn``) must be off in backward.
+    back exactly or through the codec of `rest`. At most four operators run in a row for one tensor. In-place changes of
+    the tensor, or of its operator's inputs, raise the error that autograd raises. A change without a version counter is
+    not noticed, and the tensor then differs: a write through ``.data`` to the tensor, or to the weight of a
+    normalization before backward has read its output. `actstore verify` shows whether a model does that. Backends that
+    were switched off in forward (``torch.backends.mkldnn``) must be off in backward.
     """
 
     rest: Keep | Encode | Offload = field(default_factory=Keep)
@@ -117,11 +122,6 @@ class Derive:
             raise ChainError(
                 f"derive takes the decision on all other tensors, such as Keep() or Offload(Raw(), 'host'), not "
                 f"{self.rest}."
-            )
-        if not isinstance(self.rest, Keep) and not self.rest.codec.lossless:
-            raise ChainError(
-                f"derive({self.rest}) would derive tensors from inexact inputs. Give a codec without "
-                f"loss, as in derive(raw @ host), or write '{self.rest}' alone."
             )
 
     def __str__(self) -> str:
@@ -148,6 +148,10 @@ class Recompute:
     slots : for Revolve, 1 or more; the input of the chain's first call takes one of them, that of its last call none
     first : only the first calls of the module in each entry of the store are recomputed, this number of them; later
         calls are kept
+    tiles : the module runs on this number of slices of its tokens, one after the other, in forward and in backward; the
+        tokens are the dimension before the last of its inputs. For a module that treats each token by itself, such as
+        an MLP, or returns its loss, which its first call checks. Weight gradients are sums over slices, and so rounded
+        in another way. Gradients of a loss are computed in forward; its inputs are not stored
     decisions : "kept": the second run repeats the decisions of the first: masks of ReLU and its like, in one bit an
         element, chosen indices, results of comparisons. "anew": it decides for itself. None: "kept" where inputs are
         stored with a loss, "anew" where they come back exactly
@@ -169,6 +173,7 @@ class Recompute:
     schedule: str | None = None
     slots: int | None = None
     first: int | None = None
+    tiles: int | None = None
     decisions: str | None = None
 
     def __post_init__(self) -> None:
@@ -206,6 +211,11 @@ class Recompute:
                 f"slots={self.slots} is for schedule=revolve. Write recompute(schedule=revolve, slots={self.slots}), "
                 "or leave slots out."
             )
+        if self.tiles is not None and (self.replays or self.first is not None):
+            raise ChainError(
+                f"tiles={self.tiles} of recompute goes with neither segment, schedule nor first, which count calls. "
+                "Leave one of them out."
+            )
         if self.decisions not in (None, *DECISIONS):
             raise ChainError(
                 f"decisions={self.decisions!r} of recompute: must be {' or '.join(DECISIONS)}. Leave it out to keep "
@@ -232,8 +242,8 @@ class Recompute:
 
 SCHEDULES = ("sqrt", "revolve", "auto")
 DECISIONS = ("kept", "anew")
-COUNT_UNITS = {"segment": "calls", "slots": "inputs", "first": "calls"}
-_OPTIONS = (("segment", 1), ("schedule", None), ("slots", None), ("first", None), ("decisions", None))
+COUNT_UNITS = {"segment": "calls", "slots": "inputs", "first": "calls", "tiles": "slices"}
+_OPTIONS = (("segment", 1), *((name, None) for name in ("schedule", "slots", "first", "tiles", "decisions")))
 
 Decision = Keep | Derive | Encode | Offload | Recompute
 Policy = Callable[[Site, Spec], Decision]

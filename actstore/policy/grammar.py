@@ -150,6 +150,7 @@ _RECOMPUTE = {
     "schedule": "auto",
     "slots": "10",
     "first": "100",
+    "tiles": "8",
     "decisions": "anew",
 }  # options, each with an example
 

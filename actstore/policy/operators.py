@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from actstore.base.operators import PASSING, aten_names
 from actstore.errors import PolicyError
 from actstore.policy.globs import includes, matcher
@@ -54,6 +56,8 @@ def check_operator(word: str, text: str) -> str:
     if name == word:
         if word in CLASSES:
             return word
+        if "." in word:
+            return _of_library(word, text)
         raise _wrong(text, f"'@{word}' is an unknown class of operators{did_you_mean(word, CLASSES)} {_known()}.")
     if set("*?[") & set(name):
         return word
@@ -65,6 +69,20 @@ def check_operator(word: str, text: str) -> str:
     if name in PASSING:
         raise _wrong(text, f"'@{word}' passes the values of another operator on: name that one. {_known()}.")
     return word
+
+
+def _of_library(word: str, text: str) -> str:
+    """Return a word that names an operator which another library has registered, or a glob over such names."""
+    if set("*?[") & set(word):
+        return word
+    registered = {full.partition(".")[0].replace("::", ".") for full in torch._C._dispatch_get_all_op_names()}
+    if word in registered:
+        return word
+    space = word.partition(".")[0]
+    known = sorted(name for name in registered if name.startswith(f"{space}."))
+    if not known:
+        raise _wrong(text, f"'@{word}': no library has registered operators as torch.ops.{space}. Import it first.")
+    raise _wrong(text, f"'@{word}' is an unknown operator{did_you_mean(word, known)} {_known()}.")
 
 
 def covers(word: str, operator: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actstore.base.spec import Site, Spec
+from actstore.codecs.base import Codec
 from actstore.errors import PolicyError
 from actstore.policy.decision import Decision, Derive, Encode, Keep, Offload, Policy, Recompute, waits_as
 from actstore.policy.grammar import parse_rules
@@ -115,6 +116,11 @@ class Rules:
         return any(isinstance(decision, Recompute) for decision in self.decisions)
 
     @property
+    def codecs(self) -> list[Codec]:
+        """Codecs of payloads in rules."""
+        return [inner.codec for inner in map(waits_as, self.decisions) if isinstance(inner, Encode | Offload)]
+
+    @property
     def tiers(self) -> set[str]:
         """Names of the tiers in rules."""
         ladders = [inner.tiers for inner in map(waits_as, self.decisions) if isinstance(inner, Offload)]
@@ -199,8 +205,7 @@ def may_be_lossy(policy: Policy) -> bool:
     """Return whether the policy may have a lossy payload."""
     if not isinstance(policy, Rules):
         return True
-    inner = map(waits_as, policy.decisions)
-    return any(isinstance(wait, Encode | Offload) and not wait.codec.lossless for wait in inner)
+    return not all(codec.lossless for codec in policy.codecs)
 
 
 def _read_rules(rules: object) -> list[tuple[Pattern, Decision]]:

@@ -25,6 +25,7 @@ _OPERATORS = (
     "add and floordiv matmul mod mul or pow sub truediv xor radd rfloordiv rmatmul rmul rpow rsub rtruediv "
     "iadd imul isub"
 )
+_FILLED = CONTAINERS - {set}  # what has values by key or number
 HIDDEN = object()  # for a value that cannot wait
 MAX_WAITING_LENGTH = 64  # of a container
 MAX_WAITING_NBYTES = 2**20  # of a tensor that forward replaces: a larger one would cost what recomputing saves
@@ -124,14 +125,13 @@ def waiting_value(name: str, value: Any) -> Any:
     return value if can_wait(value) else hidden_by_forward(name)
 
 
-def waiting(name: str, content: Any) -> Any:
-    """Return a container for the second run, in place: each value that cannot wait is a stand-in."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            content[key] = waiting_value(f"{name}[{key!r}]", value)
-    elif isinstance(content, list | deque):
-        for i, value in enumerate(content):
-            content[i] = waiting_value(f"{name}[{i}]", value)
+def waiting(name: str, content: Any, hidden: Callable[[str], Any] = hidden_by_forward) -> Any:
+    """Return a container for the second run, in place: each value in it that cannot wait is a stand-in."""
+    items = [*content.items()] if isinstance(content, dict) else [*enumerate(content)]
+    for key, value in () if isinstance(content, set) else items:
+        inner = f"{name}[{key!r}]"
+        if not can_wait(value):
+            content[key] = waiting(inner, value, hidden) if type(value) in _FILLED else hidden(inner)
     return content
 
 
@@ -165,12 +165,13 @@ def has_same_content(value: Any, was: Any) -> bool:
     if len(value) != len(was):
         return False
     if isinstance(value, dict):
-        return all(map(is_, value, was)) and all(map(_is_same, value.values(), was.values()))
-    return all(map(_is_same, value, was))
+        return all(map(is_, value, was)) and all(map(is_same_value, value.values(), was.values()))
+    return all(map(is_same_value, value, was))
 
 
-def _is_same(part: Any, was: Any) -> bool:
-    return part is was or (type(part) in CONTAINERS and type(part) is type(was) and has_same_content(part, was))
+def is_same_value(value: Any, was: Any) -> bool:
+    """Return whether a value is what was there, or a container with the content of `was`, its copy."""
+    return value is was or (type(value) in CONTAINERS and type(value) is type(was) and has_same_content(value, was))
 
 
 def fill(value: Any, content: Any) -> None:
@@ -207,6 +208,26 @@ def recognizer(value: Any, *, inside: bool = False) -> Callable[[Any], bool]:
         and fits(len(found := parts_of(now)), len(parts))
         and all(is_same(part) for is_same, part in zip(parts, found, strict=False))
     )
+
+
+def keeper(name: str, value: Any) -> Callable[[Any], Any]:
+    """Return the function from the value now to that of the second run."""
+    if is_constant(value):
+        return lambda _: value
+    if can_wait(value):
+        if isinstance(value, Tensor):
+            version = value._version
+            return lambda _: value if value._version == version else hidden_by_code(name)
+        was = copy_of(value) if type(value) in CONTAINERS else value
+        return lambda _: copy_of(was) if type(was) in CONTAINERS else was
+    with suppress(TypeError):
+        weak = ref(value)
+        return lambda _: hidden_by_code(name) if (found := weak()) is None else found
+    is_same = recognizer(value)
+    if type(value) in _FILLED and len(value) <= MAX_WAITING_LENGTH:
+        content = waiting(name, copy_of(value), hidden_by_code)
+        return lambda now: now if is_same(now) else copy_of(content)
+    return lambda now: now if is_same(now) else hidden_by_code(name)
 
 
 def long_recognizer(value: Any) -> Callable[[Any], bool]:

@@ -12,13 +12,25 @@ from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
+from actstore.model.norms import updates
 from actstore.model.snapshot import AS_IT_IS, Snapshot
-from actstore.model.tree import ABSENT, CONTAINERS, OF_MODULES, AttributeFound, Entries, ModuleTree, is_constant
+from actstore.model.tree import (
+    ABSENT,
+    CONTAINERS,
+    OF_MODULES,
+    AttributeFound,
+    Entries,
+    ModuleTree,
+    has_version,
+    is_constant,
+)
+from actstore.model.writes import WatchedTensor, WriteHistory
 from actstore.recompute.attribute_values import (
     HIDDEN,
     MAX_WAITING_LENGTH,
@@ -178,6 +190,18 @@ class AttributeStates(Snapshot):
         inner = placed(values, contents) if values or contents else AS_IT_IS
         return UndoneAttributes(self._tree, inner) if self._tree.of_users else inner
 
+    def undo(self, since: int) -> None:
+        """Give all plain attributes their values from before the forward, and remove hooks that are newer than `since`.
+
+        A second run has found these values, and changed some.
+        """
+        for each in self._tree.entries:
+            if not each.is_of_torch:
+                of_modules = {name: value for name, value in each.attributes.items() if name in OF_MODULES}
+                _restore(each.attributes, of_modules | each.plain, since)
+            elif "training" in each.plain:
+                each.module.training = each.plain["training"]
+
     def _other_entries(self) -> list[tuple[Entries, str, Any]]:
         """Return the entries that are other ones now, with those for the second run."""
         if self._has_ended:
@@ -192,6 +216,10 @@ class AttributeStates(Snapshot):
             if not each.is_of_torch:
                 new = attributes.keys() - each.names - OF_MODULES
                 values += [(attributes, name, ABSENT) for name in new if not is_sharded(attributes[name])]
+            for entries, before in each.registries:  # what is gone, and tensors that take its place
+                gone = [name for name in before.keys() - entries.keys() if not is_sharded(attributes.get(name))]
+                values += [(entries, name, before[name]) for name in gone]
+                values += [(attributes, name, ABSENT) for name in gone if isinstance(attributes.get(name), Tensor)]
         if not self._has_ended:
             return values + self._registered_now()
         sizes = [len(before) for _, before in self._tree.registries] if self._sizes is None else self._sizes
@@ -276,32 +304,90 @@ def _restore(entries: Entries, were: Entries, since: int) -> None:
 
 
 class Effects(NamedTuple):
-    """Record of what an excepted part has left in attributes of its modules.
+    """Record of what an excepted part has left in attributes and buffers of its modules.
 
     Attributes
     ----------
     hidden : attributes that hold tensors and other objects since then, or a container that it has changed
     plain : attributes with other plain values since then; `ABSENT` for one that it has deleted
+    tensors : buffers that it has written to or replaced, and attributes with tensors that it has written to
     """
 
     hidden: list[tuple[Module, str]]
     plain: list[tuple[Module, str, Any]]
+    tensors: list[TensorChange]
 
     def repeat(self) -> None:
-        """Give the attributes their plain values."""
+        """Give the attributes their plain values, and the tensors theirs."""
         for module, name, value in self.plain:
             put(vars(module), name, value)
+        for each in self.tensors:
+            each.repeat()
+
+
+class TensorChange(NamedTuple):
+    """A tensor that an excepted part has written to or replaced.
+
+    Attributes
+    ----------
+    entries : the buffers or attributes of the module
+    was : the tensor before
+    now : a copy of what it is since then
+    is_written : whether that is the same tensor with other values
+    """
+
+    module: Module
+    entries: Entries
+    name: str
+    was: Tensor | None
+    now: Tensor | None
+    is_written: bool
+
+    def hide(self) -> None:
+        """Make the tensor one that `repeat` may write to; where nothing has its values from before, its use fails."""
+        if self.is_written:
+            found = self.entries.get(self.name)
+            if isinstance(found, Tensor) and found is not self.was:
+                self.entries[self.name] = found.detach().clone()
+            else:
+                self.entries[self.name] = hidden_by_part(self.module, self.name)
+
+    def repeat(self) -> None:
+        """Give the tensor its values after the part."""
+        found = self.entries.get(self.name)
+        if self.is_written and isinstance(found, Tensor) and self.now is not None:
+            with torch.no_grad():
+                found.copy_(self.now)
+        else:
+            self.entries[self.name] = None if self.now is None else self.now.clone()
 
 
 class PartAttributes:
-    """The attributes of an excepted part's modules before it runs."""
+    """The attributes and buffers of an excepted part's modules before it runs.
 
-    def __init__(self, modules: Iterable[Module]) -> None:
+    Parameters
+    ----------
+    history : what earlier calls of the part have written to; None to leave tensors that it writes to out
+    """
+
+    def __init__(self, modules: Iterable[Module], history: WriteHistory | None = None) -> None:
         self._before = [(module, entries := vars(module).copy(), containers_of(entries)) for module in modules]
+        self._history = history
+        self._training = any(module.training for module, *_ in self._before)
+        self._tensors: list[tuple[Module, WatchedTensor]] = []
+        if history is not None:
+            fresh = self._training not in history.ended
+            self._tensors = [
+                (module, WatchedTensor(entries, name, each, each._version, each.detach().clone() if fresh else None))
+                for module, *_ in self._before
+                for entries in (module._buffers, vars(module))
+                for name, each in entries.items()
+                if isinstance(each, Tensor) and has_version(each)
+            ]
 
     def effects(self) -> Effects:
         """Return what the part has changed."""
-        found = Effects([], [])
+        found = Effects([], [], [])
         for module, before, containers in self._before:
             entries = vars(module)
             changed = {id(value) for _, value, was in containers if not has_same_content(value, was)}
@@ -314,20 +400,34 @@ class PartAttributes:
                         found.hidden.append((module, name))
                 elif id(value) in changed:
                     found.hidden.append((module, name))
+        if self._history is None:
+            return found
+        written = self._history.end([each for _, each in self._tensors], training=self._training)
+        keys = {each.key for each in written}
+        for module, each in self._tensors:
+            now = each.entries.get(each.name)
+            is_written = now is each.tensor and (each.key in keys or updates(module, each.name))
+            if is_written or (now is not each.tensor and each.entries is module._buffers):
+                copy = None if now is None else now.detach().clone()
+                found.tensors.append(TensorChange(module, each.entries, each.name, each.tensor, copy, is_written))
         return found
 
 
 @contextmanager
 def hidden(effects: Iterable[Effects]) -> Iterator[None]:
-    """Hide for a while what excepted parts have left in attributes. Afterwards all are as before."""
-    before: list[tuple[Module, str, Any]] = []
+    """Hide for a while what excepted parts have left in attributes and buffers. Afterwards all are as before."""
+    before: list[tuple[Entries, str, Any]] = []
     try:
         for found in effects:
-            for module, name in (*found.hidden, *((module, name) for module, name, _ in found.plain)):
-                before.append((module, name, vars(module).get(name, ABSENT)))
+            names = [(vars(module), name) for module, name in found.hidden]
+            names += [(vars(module), name) for module, name, _ in found.plain]
+            names += [(each.entries, each.name) for each in found.tensors]
+            before += [(entries, name, entries.get(name, ABSENT)) for entries, name in names]
             for module, name in found.hidden:
                 vars(module)[name] = hidden_by_part(module, name)
+            for each in found.tensors:
+                each.hide()
         yield
     finally:
-        for module, name, value in reversed(before):
-            put(vars(module), name, value)
+        for entries, name, value in reversed(before):
+            put(entries, name, value)

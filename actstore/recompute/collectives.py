@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from actstore.base.storage import storages_of
 from actstore.errors import StateError
 from actstore.recompute.decision_modes import shape_of
-from actstore.recompute.inner_rules import COMMUNICATION, name_of, written_by, written_values
+from actstore.recompute.inner_rules import COMMUNICATION, is_collective, written_by, written_values
 from actstore.recompute.outputs import is_plain
 
 # Their collectives move weights, on streams of their own and for modules that run later.
@@ -34,12 +34,6 @@ _WEIGHT_CODE = (
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.fsdp._runtime_utils",
 )
-
-
-@cache
-def is_collective(operator: Any) -> bool:
-    """Return whether a rule for `@collective` is for an operator."""
-    return bool(name_of(operator)) and operator.namespace != "aten"
 
 
 def call_shape(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:

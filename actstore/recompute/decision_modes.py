@@ -9,21 +9,25 @@ shorter than the error of that input.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
 from actstore.base.checkpoints import innermost_pack
+from actstore.base.compiler import is_traced
+from actstore.base.layout import layout_of
 from actstore.base.redispatch import OperatorMode, redispatch
-from actstore.base.tracing import is_traced
 from actstore.errors import StateError
+from actstore.model.snapshot import AS_IT_IS
 from actstore.recompute.decisions import (
     Copy,
     Decision,
@@ -37,6 +41,7 @@ from actstore.recompute.decisions import (
 )
 from actstore.recompute.operators import (
     DISCRETE,
+    ROUTES,
     DecisionKind,
     base_name,
     give_peak,
@@ -44,12 +49,122 @@ from actstore.recompute.operators import (
     kind_of,
     peak_of,
     points_of,
+    routes,
     unique_elements,
     values_at,
 )
-from actstore.recompute.windows import Places, places_of
 
-_NOTHING = nullcontext()
+_BITS = {4: 2, 16: 4, 256: 8}  # bits of a code, by the largest number of places
+_JOINED = {2: torch.int32, 4: torch.int16, 8: torch.uint8}  # by bits: the codes that one byte holds, each in a byte
+
+
+class Windows(NamedTuple):
+    """Places that the windows of one operator call read.
+
+    Attributes
+    ----------
+    starts : first places of the windows in each dimension, in elements; negative in padding
+    steps : distances from there to all places of a window, in each dimension
+    sizes : sizes of the input, in each dimension
+    """
+
+    starts: tuple[Tensor, ...]
+    steps: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def places(self) -> int:
+        """Number of places in one window."""
+        return prod(map(len, self.steps))
+
+    def first(self) -> Tensor:
+        """Return the index of each window's first place, in the shape of the windows."""
+        return self._indices(self.starts)
+
+    def beyond(self) -> Tensor:
+        """Return the distance of each place of a window from its first, as a difference of indices."""
+        return self._indices(self.steps).flatten()
+
+    def _indices(self, places: tuple[Tensor, ...]) -> Tensor:
+        result = places[0]
+        for size, more in zip(self.sizes[1:], places[1:], strict=True):
+            result = result.unsqueeze(-1) * size + more
+        return result
+
+
+class Places(NamedTuple):
+    """Indices of the largest elements of windows, as numbers of places in them."""
+
+    codes: Tensor
+    bits: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    windows: Windows
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.codes.nbytes
+
+    def read(self) -> Tensor:
+        """Return the indices."""
+        shifts = torch.arange(0, 8, self.bits)
+        beyond = self.windows.beyond()
+        known = torch.arange(256).unsqueeze(1) >> shifts & ((1 << self.bits) - 1)  # the places of each byte
+        table = beyond[known.clamp_max_(len(beyond) - 1)].to(self.codes.device)
+        found = table.index_select(0, self.codes.int()).flatten()
+        return found.as_strided(self.shape, self.stride).add_(self.windows.first().to(found.device))
+
+
+def places_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], indices: Tensor) -> Places | None:
+    """Return indices of max pooling as places; None where the windows are unknown."""
+    windows = None if kwargs or type(indices) is not Tensor else _windows_of(base_name(operator), args, indices)
+    if windows is None or not layout_of(tuple(indices.shape), indices.stride()).dense:
+        return None
+    bits = next((bits for most, bits in _BITS.items() if windows.places <= most), None)
+    if bits is None or not indices.numel():
+        return None
+    beyond = windows.beyond()
+    codes = torch.zeros(int(beyond[-1]) + 1, dtype=torch.uint8)
+    codes[beyond] = torch.arange(len(beyond), dtype=torch.uint8)
+    found = torch.empty_strided(indices.shape, indices.stride(), dtype=torch.int64, device=indices.device)
+    torch.sub(indices, windows.first().to(indices.device), out=found)
+    flat = codes.to(indices.device).index_select(0, found.as_strided((found.numel(),), (1,)))
+    several = torch.nn.functional.pad(flat, (0, -len(flat) % (8 // bits))).view(_JOINED[bits])
+    packed = several.clone()
+    for i in range(1, 8 // bits):  # the i-th byte's code goes beside the first one's
+        packed |= several >> i * (8 - bits)
+    packed = packed.to(torch.uint8)
+    return Places(packed, bits, tuple(indices.shape), indices.stride(), windows)
+
+
+def _windows_of(name: str, args: Sequence[Any], indices: Tensor) -> Windows | None:
+    dims = 3 if "3d" in name else 2
+    sizes, counts = tuple(args[0].shape[-dims:]), indices.shape[-dims:]
+    starts, steps = [], []
+    if name.startswith("adaptive"):
+        for size, count in zip(sizes, counts, strict=True):
+            begin = torch.arange(count) * size // count
+            end = -(-(torch.arange(count) + 1) * size // count)
+            starts.append(begin)
+            steps.append(torch.arange(int((end - begin).max())))
+    elif name.startswith("max_pool"):
+        kernel, stride, padding, dilation = (
+            _each(args[i] if len(args) > i else (), default, dims) for i, default in ((1, 1), (2, 0), (3, 0), (4, 1))
+        )
+        for k, s, p, d, count in zip(kernel, stride, padding, dilation, counts, strict=True):
+            starts.append(torch.arange(count) * (s or k) - p)
+            steps.append(torch.arange(k) * d)
+    else:
+        return None  # windows are random
+    return Windows(tuple(starts), tuple(steps), sizes)
+
+
+def _each(values: Sequence[int], default: int, dims: int) -> Sequence[int]:
+    """Return one number for each dimension."""
+    if not values:
+        return (default,) * dims
+    return tuple(values) * dims if len(values) == 1 else values
 
 
 class DecisionMode(OperatorMode):
@@ -66,15 +181,48 @@ class DecisionMode(OperatorMode):
         """Number of decisions that have been kept."""
         return len(self._kept)
 
+    def passes(self, operator: Any) -> bool:
+        """Return whether an operator runs as without the mode."""
+        return self.paused or (self._decisions.routing and not routes(operator))
+
+    def around(self, *, whole: bool) -> AbstractContextManager[Any]:
+        """Return the context in which the mode sees what it is for, or the `whole` region."""
+        return Routing(self) if self._decisions.routing and not whole else self
+
+
+class Routing(TorchFunctionMode):
+    """Mode that runs functions that route below a mode of decisions, and all others as they are.
+
+    A dispatch mode around a whole region would let PyTorch compose some operators in another way.
+
+    Parameters
+    ----------
+    mode : the mode of decisions
+    """
+
+    def __init__(self, mode: DecisionMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ROUTES:
+            return func(*args, **(kwargs or {}))
+        with self.mode:
+            return func(*args, **(kwargs or {}))
+
 
 def modes_paused() -> AbstractContextManager[None]:
     """Return a context to run a region again while regions run: its operators belong to none of these."""
-    return _modes_paused() if _len_torch_dispatch_stack() else _NOTHING
+    return _modes_paused() if _len_torch_dispatch_stack() or _len_torch_function_stack() else AS_IT_IS
 
 
 @contextmanager
 def _modes_paused() -> Iterator[None]:
-    paused = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, DecisionMode) and not mode.paused]
+    found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, DecisionMode)]
+    found += [each.mode for each in _get_current_function_mode_stack() if isinstance(each, Routing)]
+    paused = [mode for mode in found if not mode.paused]
     for mode in paused:
         mode.paused = True
     try:
@@ -119,7 +267,7 @@ class Recording(DecisionMode):
     """Mode of a first run, which records what operators decide."""
 
     def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.paused:
+        if self.passes(operator):
             return redispatch(operator, args, kwargs)
         kind = kind_of(operator)
         if kind is DecisionKind.RESULT:
@@ -187,7 +335,7 @@ class Repeating(DecisionMode):
         self.saved: list[Tensor] = []
 
     def call(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.paused:
+        if self.passes(operator):
             return redispatch(operator, args, kwargs)
         if operator is _DETACH:  # of saved-tensor hooks
             return redispatch(operator, args, kwargs)

@@ -183,6 +183,7 @@ class Decisions:
     region : name of the module and its policy, for messages
     ledger, account : the books of the kept bytes
     compiled : whether the region has compiled parts
+    routing : whether only functions that route count
 
     Attributes
     ----------
@@ -204,10 +205,14 @@ class Decisions:
         "nbytes",
         "region",
         "results",
+        "routing",
     )
 
-    def __init__(self, region: str, ledger: Ledger, account: Account, compiled: bool = False) -> None:
+    def __init__(
+        self, region: str, ledger: Ledger, account: Account, compiled: bool = False, *, routing: bool = False
+    ) -> None:
         self.region = region
+        self.routing = routing
         self.anew = ""
         self._compiled = compiled
         self.kept: list[Decision] = []

@@ -22,18 +22,17 @@ from torch.utils.checkpoint import _StopRecomputationError
 from actstore.autograd import unpack as reading
 from actstore.autograd.handles import Kept, Stored, is_exact
 from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
-from actstore.base.note import Note
 from actstore.base.trees import flatten
 from actstore.errors import StateError
 from actstore.model.generators import Generator
+from actstore.model.writes import WriteHistory
 from actstore.policy import Decision, Keep
 from actstore.policy.decision import exactly
 from actstore.recompute.attributes import Effects, PartAttributes
 from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.outputs import PartOutput, is_plain, own_copy
-from actstore.recompute.running import FirstRun, LaterRun, current, first_runs
-from actstore.recompute.unread import OutputReads
+from actstore.recompute.running import FirstRun, LaterRun, OutputReads, current
 
 
 class ExceptedPart(ForwardWrapper):
@@ -51,6 +50,7 @@ class ExceptedPart(ForwardWrapper):
     ) -> None:
         super().__init__(name, module)
         self.modules = list(module.modules())
+        self.history = WriteHistory()
         self._text = f"{name} ({decision})"
         self._once = once
         self._warned = warned
@@ -58,16 +58,11 @@ class ExceptedPart(ForwardWrapper):
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = current()
-        if run is None and innermost_pack() is None:  # a thread of the model's own, as in later runs
-            for outer in first_runs(self._once):
-                outer.parts.weights.run_again(self.modules)
         if run is None or run.parts.once is not self._once:
             return forward(*args, **kwargs)
         if (pack := innermost_pack()) is not run.hook:
             if getattr(pack, "__module__", "") in CHECKPOINTS:
                 self._warned.tell_inside(self._text)
-            if isinstance(run, FirstRun):
-                run.parts.weights.run_again(self.modules)
             return forward(*args, **kwargs)
         leaves, _ = flatten(args, kwargs)
         if isinstance(run, FirstRun) and run.reads is not None:
@@ -131,7 +126,7 @@ class ExceptedCall:
 
     def __init__(self, part: ExceptedPart) -> None:
         self.part = part
-        self.effects = Effects([], [])
+        self.effects = Effects([], [], [])
         self._views: list[ArgumentView] = []
         self._states: list[tuple[Generator, Any]] = []
         self._output: PartOutput | None = None
@@ -147,7 +142,9 @@ class ExceptedCall:
         """
         generators = run.parts.generators
         versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        before, attributes = generators.now(), PartAttributes(self.part.modules)
+        before = generators.now()
+        with run.paused():
+            attributes = PartAttributes(self.part.modules, self.part.history)
         kept: dict[int, int] = {}
         unpack: Callable[[Any], Tensor] = run.parts.unpack
         if unpack is not reading.unpack:
@@ -155,15 +152,11 @@ class ExceptedCall:
         unseen = nullcontext() if run.reads is None else run.reads.paused()
         with saved_tensors_hooks(self._packing(leaves, run, kept), unpack), run.paused(), unseen:
             output = forward()
-        after = generators.now()
-        self._states = [
-            (source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old
-        ]
-        generators.drawn(self._states)
-        self.effects = attributes.effects()
+        self._states = generators.drawn(before)
         if any(leaf._version != version for leaf, version in versions):
             raise _writes(self.part)
-        with run.paused():  # rules of the region do not see operators of codecs and checksums
+        with run.paused():  # rules of the region do not see operators of copies, codecs and checksums
+            self.effects = attributes.effects()
             self._output = PartOutput(self.part.name, output, leaves, self._storing(run, kept))
         if run.reads is not None:
             tensors = self._output.watched(output)
@@ -210,11 +203,7 @@ class ExceptedCall:
         decision, tracker = self.part.output_decision, run.scope.tracker
 
         def pack(tensor: Tensor, decision: Decision) -> Any:
-            index = tracker.frame.index
-            handle = tracker.pack_as(run.pack, tensor, decision)
-            if tracker.frame.index > index:
-                tracker.frame.place.account(index).note = Note("its output, which recomputations read")
-            return handle
+            return tracker.pack_as(run.pack, tensor, decision, note="its output, which recomputations read")
 
         def store(tensor: Tensor) -> Any:
             if is_plain(tensor) and kept.get(tensor.untyped_storage()._cdata) == tensor._version:
@@ -252,8 +241,8 @@ class ExceptedCall:
             raise _StopRecomputationError
         for source, state in self._states:
             source.set(state)
-        self.effects.repeat()
         with run.paused():
+            self.effects.repeat()
             return self._output.rebuild(leaves, run)
 
 

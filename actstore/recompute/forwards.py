@@ -29,6 +29,7 @@ class ForwardWrapper(ABC):
         self.name = name
         self._module = module
         self.users = set[object]()
+        self._last: InstanceForward | None = None
 
     def enter(self, user: object) -> None:
         """Wrap the module's forward, unless it is wrapped already."""
@@ -39,7 +40,10 @@ class ForwardWrapper(ABC):
                 if forward.wrapper is self:
                     return
                 forward = forward.own
-            self._module.__dict__["forward"] = InstanceForward(self, self._module, self._module.forward, own)
+            forward, last = self._module.forward, self._last
+            if last is None or last.own is not own or last.forward != forward:
+                self._last = last = InstanceForward(self, self._module, forward, own)
+            self._module.__dict__["forward"] = last
 
     def exit(self, user: object) -> None:
         """Restore the module's own forward, as soon as no later store wraps it."""
@@ -57,6 +61,14 @@ class ForwardWrapper(ABC):
         """Run the module's own forward, or what takes its place."""
 
 
+def own_forward(attributes: dict[str, Any]) -> Any:
+    """Return the forward among a module's attributes, below the wrappers of stores; None for none."""
+    forward = attributes.get("forward")
+    while isinstance(forward, InstanceForward):
+        forward = forward.own
+    return forward
+
+
 class InstanceForward:
     """A module's forward as its wrapper runs it. A copy or a pickle of the module has the module's own forward."""
 
@@ -65,10 +77,10 @@ class InstanceForward:
         self.wrapper = wrapper
         self.own = own  # the instance attribute that was there before, if any
         self._module = module
-        self._forward = forward
+        self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapper.run(self._forward, *args, **kwargs)
+        return self.wrapper.run(self.forward, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "forward")  # before the copy has a state, this is its class's forward

@@ -7,7 +7,6 @@ last tensor that it has saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import ref
@@ -16,11 +15,14 @@ import torch
 import torch.utils.checkpoint as torch_checkpoints
 from torch import Tensor
 from torch._C import _current_graph_task_id
-from torch._C._autograd import _get_sequence_nr
+from torch._C._autograd import (
+    _get_sequence_nr,
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+)
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -53,7 +55,7 @@ def _counted(tensor: Tensor) -> Sequence[torch.UntypedStorage]:
     return () if is_parameter(tensor) or isinstance(tensor, FakeTensor) else storages_of(tensor)
 
 
-def _eager(run: Callable[_P, _T]) -> Callable[_P, _T]:
+def eager(run: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a function that keeps compilers away from all that it calls. PyTorch's takes long, and imports one."""
     disabled: Callable[_P, _T] = _disable_dynamo(run)
 
@@ -113,32 +115,33 @@ class FirstHooks:
         """Number of tensors that the run has saved."""
         return len(self._slots)
 
-    @_eager
+    @eager
     def run(self, begun: FirstRun | None) -> Any:
         """Run the region for the first time."""
-        hooks = saved_tensors_hooks(self._save, self._read)
+        save = self._save
+        _push_saved_tensors_default_hooks(save, self._read)
         try:
-            with hooks:
-                try:
-                    return self._call.first_run(begun)
-                except BaseException as error:
-                    end_left(error, hooks.pack_hook)
-                    raise
+            return self._call.first_run(begun)
+        except BaseException as error:
+            end_left(error, save)
+            raise
         finally:
+            _pop_saved_tensors_default_hooks()
             if self._fresh:
                 self._scope.ledger.add(self._call.account, self._fresh, 0, 0)
-            self.nbytes = sum(nbytes for key, nbytes in self._sizes.items() if key not in self.inputs)
+            if self._call.chain is not None:
+                self.nbytes = sum(nbytes for key, nbytes in self._sizes.items() if key not in self.inputs)
             self._sizes, self._buffers = {}, {}
 
     def _save(self, tensor: Tensor) -> SavedSlot:
-        call, parameters = self._call, self._scope.parameters
+        call, scope = self._call, self._scope
         for storage in _counted(tensor):
-            key = storage._cdata
-            if key not in parameters:
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in scope.parameters:
                 if key not in self._counted:
-                    part = part_of(tensor, storage.nbytes()) if type(tensor) is Tensor else None
-                    self._fresh += self._scope.storages.count(key, storage, part)
-                self._sizes[key] = storage.nbytes()
+                    part = part_of(tensor, nbytes) if type(tensor) is Tensor else None
+                    self._fresh += scope.storages.count(key, storage, part)
+                self._sizes[key] = nbytes
             if key in self._buffers:
                 call.state.weights.saved(key)
         number = _get_sequence_nr()
@@ -208,25 +211,26 @@ class LaterHooks:
         self._count = 0  # tensors that it has saved
         self._difference: RunDifference | None = None
         self._sizes: dict[int, int] = {}  # bytes by storage
-        self._booked = Booked()  # storages that the ledger books elsewhere
+        self._booked: Booked = {}  # storages that the ledger books elsewhere
         self._has_all = False  # backward needs nothing that the run has not saved yet
         self._repeating: Repeating | None = None
 
-    @_eager
+    @eager
     def run(self) -> RunDifference | None:
         """Run the region again. Returns how it has differed from the first run."""
         call, gauge = self._call, self._scope.gauge
         measured = None if gauge is None else gauge.recomputing(call.account)
         traced = self._scope.recomputing(call.account)
         try:
-            with (
-                suppress(_StopRecomputationError),
-                modes_paused(),
-                call.state.rewound(),
-                saved_tensors_hooks(self._save, self._read),
-            ):
-                rerun, self._booked, self._repeating = call.prepare_rerun()
-                rerun()
+            with call.state.rewound(modes_paused()):
+                _push_saved_tensors_default_hooks(self._save, self._read)
+                try:
+                    rerun, self._booked, self._repeating = call.prepare_rerun()
+                    rerun()
+                finally:
+                    _pop_saved_tensors_default_hooks()
+        except _StopRecomputationError:  # all contexts are left
+            pass
         finally:
             self._has_all = False  # what is left of its graph can be read
             del self._call, self._repeating  # otherwise that graph holds the region's inputs, and they may hold it

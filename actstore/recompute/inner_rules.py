@@ -83,18 +83,21 @@ def _as_result(wait: Keep | Encode | Offload) -> Keep | Encode | Offload:
 
 
 def name_of(operator: Any) -> str:
-    """Return the name of an operator of PyTorch in rules, such as ``aten.gelu``; empty for any other."""
-    if not isinstance(operator, OpOverload):
-        return ""
-    name = f"{operator.namespace}.{base_name(operator)}"
-    return name if operator.namespace == "aten" or covers(COLLECTIVE, name) else ""
+    """Return the name of an operator in rules, such as ``aten.gelu`` or ``flash_attn._flash_attn_forward``."""
+    return f"{operator.namespace}.{base_name(operator)}" if isinstance(operator, OpOverload) else ""
+
+
+@cache
+def is_collective(operator: Any) -> bool:
+    """Return whether a rule for `@collective` is for an operator."""
+    return covers(COLLECTIVE, name_of(operator))
 
 
 def makes_results(operator: Any) -> bool:
     """Return whether an operator makes tensors from tensors, and does nothing else. Collectives may write."""
     if not name_of(operator):
         return False
-    if operator.namespace != "aten":  # a collective
+    if is_collective(operator):
         return True
     name, schema = base_name(operator), operator._schema
     if schema.is_mutable or name in PASSING or name in MAKES_EMPTY or name in _HIDDEN_WRITES:
@@ -106,8 +109,9 @@ def makes_results(operator: Any) -> bool:
 
 
 def draws(operator: OpOverload) -> bool:
-    """Return whether an operator may draw random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
+    """Return whether an operator may draw random numbers. Other libraries do not tag theirs."""
+    is_tagged = torch.Tag.nondeterministic_seeded in operator.tags
+    return is_tagged or not (operator.namespace == "aten" or is_collective(operator))
 
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

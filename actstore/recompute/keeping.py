@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import _StopRecomputationError
 
-from actstore.autograd.handles import Stored
+from actstore.autograd.handles import Kept, Stored, check_version, is_exact
 from actstore.autograd.tracker import Frame
 from actstore.base.checkpoints import innermost_pack
-from actstore.base.note import Note
+from actstore.base.compiler import is_traced
 from actstore.base.redispatch import OperatorMode, redispatch
 from actstore.base.storage import storages_of
-from actstore.base.tracing import is_traced
 from actstore.base.trees import flatten
 from actstore.model.generators import Generator
 from actstore.policy import Encode, Keep, Offload
@@ -35,16 +35,125 @@ from actstore.recompute.collectives import (
     Arrivals,
     call_shape,
     comes_later,
-    is_collective,
     is_in_batch,
     writes_results,
 )
 from actstore.recompute.decision_modes import Repeating
 from actstore.recompute.decisions import shape_text
-from actstore.recompute.inner_rules import draws, name_of, written_by
-from actstore.recompute.outputs import has_own_memory, is_plain, own_copy
-from actstore.recompute.results import OperatorCall, ResultTensor
+from actstore.recompute.inner_rules import draws, is_collective, name_of, written_by
+from actstore.recompute.outputs import has_own_memory, is_plain, own_copy, witness_of
 from actstore.recompute.running import FirstRun, LaterRun, RegionRun, current
+
+
+class ResultTensor:
+    """One tensor of a result.
+
+    Attributes
+    ----------
+    handle : of the hooks
+    written : whether the region writes to it in place, and so needs a copy
+    """
+
+    __slots__ = ("__weakref__", "_layout", "_version", "_watched", "_witness", "handle", "written")
+
+    def __init__(self, tensor: Tensor, handle: Any) -> None:
+        self.handle = handle
+        self._layout = tensor.shape, tensor.stride()
+        self._witness: Tensor | None = witness_of(tensor)
+        self._version = tensor._version
+        self._watched: list[tuple[Tensor, int]] = []
+        self.written = False
+
+    def ended(self) -> None:
+        """Note that the region has run."""
+        self.written = self.written or (self._witness is not None and self._witness._version != self._version)
+        self._witness = None
+
+    def read(self, run: LaterRun) -> Tensor:
+        """Return the tensor for a later run.
+
+        Raises
+        ------
+        MutationError : the backward after an earlier run has written to it
+        """
+        for alias, version in self._watched:
+            check_version(alias, version, self.handle.account.site)
+        self._watched.clear()
+        tensor: Tensor = run.parts.unpack(self.handle)
+        if isinstance(self.handle, Kept):
+            run.booked.update((storage._cdata, self) for storage in storages_of(tensor))
+        shape, stride = self._layout
+        if self.written or tensor.stride() != stride:
+            tensor = tensor.detach().new_empty_strided(shape, stride).copy_(tensor.detach())
+        if is_exact(self.handle):
+            run.fixed.update(storage._cdata for storage in storages_of(tensor))
+        return tensor
+
+    def watch(self, tensor: Tensor) -> None:
+        """Note an alias of its memory that a later run has saved: backward must not write to it."""
+        self._watched.append((tensor, tensor._version))
+
+
+class OperatorCall:
+    """One call of an operator that a rule names, or of `tag`, in the first run of a region.
+
+    Attributes
+    ----------
+    operator : its name
+    shape : of its first tensor
+    packs : how many tensors the region had saved before it
+    form : of what it returned
+    decisions : how many decisions of it later runs do not repeat
+    states : of the generators that it has drawn from, after it
+    """
+
+    __slots__ = ("_leaves", "decisions", "form", "operator", "packs", "runs_again", "shape", "states")
+
+    def __init__(self, operator: str, shape: tuple[int, ...], packs: int) -> None:
+        self.operator = operator
+        self.shape = shape
+        self.packs = packs
+        self.states: list[tuple[Generator, Any]] = []
+        self.decisions = 0
+        self.form: Any = None
+        self.runs_again = True  # no rule is for this call, or its result cannot wait
+        self._leaves: list[Any] | None = None
+
+    def holds(self, tensor: ResultTensor) -> bool:
+        """Return whether a tensor waits for later runs."""
+        return any(leaf is tensor for leaf in self._leaves or ())
+
+    @property
+    def written(self) -> bool:
+        """True if the region writes to the result in place."""
+        return any(isinstance(leaf, ResultTensor) and leaf.written for leaf in self._leaves or ())
+
+    def put(self, result: Any, store: Callable[[Tensor], ResultTensor]) -> None:
+        """Store a result."""
+        leaves, self.form = tree_flatten(result)
+        self._leaves = [store(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.runs_again = False
+
+    def drop(self) -> None:
+        """Free what waits."""
+        self._leaves = None
+
+    def ended(self, packs: int, *, replays: bool) -> None:
+        """Note that the region has run, which has saved `packs` tensors."""
+        if packs == self.packs and not replays:
+            self._leaves = None  # recomputations end before it
+        for leaf in self._leaves or ():
+            if isinstance(leaf, ResultTensor):
+                leaf.ended()
+
+    def replay(self, run: LaterRun) -> list[Any]:
+        """Return the leaves of the result for a later run, and leave generators as the operator had left them."""
+        if self._leaves is None:
+            raise _StopRecomputationError
+        for source, state in self.states:
+            source.set(state)
+        return [leaf.read(run) if isinstance(leaf, ResultTensor) else leaf for leaf in self._leaves]
+
 
 Forward = Callable[..., Any]
 _MAX_RECENT = 8  # operators, among which `tag` finds the one that made a tensor
@@ -237,7 +346,10 @@ class Keeping(ResultMode):
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], call: OperatorCall, *, decides: bool
     ) -> Any:
         """Run an operator, and note what later runs need. Where it `decides`, the mode of decisions sees it."""
-        mode, before = self._run.mode, self._states(operator)
+        mode, generators, before = self._run.mode, self._run.parts.generators, None
+        if draws(operator):
+            with self._outside():
+                before = generators.now()
         if decides:
             count = 0 if mode is None else mode.count
             result = redispatch(operator, args, kwargs)
@@ -245,9 +357,9 @@ class Keeping(ResultMode):
         else:
             with self._run.paused():
                 result = redispatch(operator, args, kwargs)
-        after = self._states(operator)
-        call.states = [(source, state) for (source, state), (_, old) in zip(after, before, strict=True) if state != old]
-        self._run.parts.generators.drawn(call.states)
+        if before is not None:
+            with self._outside():
+                call.states = generators.drawn(before)
         return result
 
     def _keep_written(
@@ -261,13 +373,6 @@ class Keeping(ResultMode):
         with self._outside():
             copies = [own_copy(tensor.detach()) for tensor in tensors]
         self._settle(MadeResult(call, copies, frame, decision))
-
-    def _states(self, operator: Any) -> list[tuple[Generator, Any]]:
-        """Return the states of the generators that an operator may draw from."""
-        if not draws(operator):
-            return []
-        with self._outside():
-            return self._run.parts.generators.now()
 
     def _settle(self, made: MadeResult | None = None) -> None:
         """Store a result: that of the last operator, where none is given."""
@@ -295,14 +400,9 @@ class Keeping(ResultMode):
         return ResultTensor(tensor, self._pack(own_copy(tensor), made))  # the store encodes it after the next node
 
     def _pack(self, tensor: Tensor, made: MadeResult) -> Any:
-        tracker, frame = self._run.scope.tracker, made.frame
-        index = frame.index
-        handle = tracker.pack_as(self._run.pack, tensor, made.decision, frame)
-        if frame.index > index:
-            what = made.call.operator
-            what = what if what.startswith("tag ") else f"result of {what}"
-            frame.place.account(index).note = Note(f"{what}, which recomputations read")
-        return handle
+        what = made.call.operator
+        note = f"{what if what.startswith('tag ') else f'result of {what}'}, which recomputations read"
+        return self._run.scope.tracker.pack_as(self._run.pack, tensor, made.decision, made.frame, note=note)
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
         """Note writes of the region, also those that no version tells: `unsafe_chunk` gives its chunks their own."""

@@ -159,6 +159,9 @@ MAKES_EMPTY = {  # the result does not depend on the values of the arguments
     "new_full",
 }  # fmt: skip
 
+# Functions that choose by rank, as routers do: experts for tokens, or tokens for experts.
+ROUTES = {"topk", "argmax", "sort", "argsort", "multinomial"}
+
 DISCRETE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
@@ -194,6 +197,12 @@ def kind_of(operator: Any) -> DecisionKind:
     if any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable:
         return DecisionKind.NEVER  # a view
     return DecisionKind.RESULT
+
+
+@cache
+def routes(operator: Any) -> bool:
+    """Return whether an operator chooses by rank."""
+    return isinstance(operator, OpOverload) and base_name(operator) in ROUTES
 
 
 def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Threshold]:

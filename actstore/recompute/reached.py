@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
+from copy import copy
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
@@ -39,7 +40,7 @@ from actstore.recompute.attribute_values import (
     placed,
     recognizer,
 )
-from actstore.recompute.forwards import InstanceForward
+from actstore.recompute.forwards import own_forward
 
 MAX_DEPTH = 4  # of objects in objects
 MAX_OBJECTS = 64  # of a region: each takes some microseconds of each forward
@@ -65,13 +66,14 @@ class ReachedState(Snapshot):
     Attributes
     ----------
     generators : of random numbers, in objects, closures and containers
+    is_steady : whether all are plain values, which the forward has left as they were
     """
 
-    __slots__ = ("_has_ended", "_others", "_plain", "_seen", "generators")
+    __slots__ = ("_has_ended", "_others", "_plain", "_seen", "generators", "is_steady")
 
     def __init__(self, tree: ModuleTree, loose: Iterable[AttributeFound]) -> None:
         self.generators: list[Any] = []
-        self._has_ended = False
+        self._has_ended = self.is_steady = False
         self._plain: list[_PlainValues] = []
         self._others: list[_Known] = []
         self._seen = set(map(id, tree.modules))
@@ -83,9 +85,7 @@ class ReachedState(Snapshot):
                 if kind == _CONTAINER and (known := _versions_in(value)):
                     self._others.append(_Known(entries, name, owner, partial(_are_unwritten, known), _nothing))
                 self._visit(value, kind, 0)
-        for forward in filter(None, [each.attributes.get("forward") for each in tree.entries]):
-            while isinstance(forward, InstanceForward):
-                forward = forward.own
+        for forward in filter(None, [own_forward(each.attributes) for each in tree.entries]):
             self._visit(forward, _kind_of(type(forward)), 0)
         for module in tree.hooked:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -95,11 +95,27 @@ class ReachedState(Snapshot):
 
     def ended(self) -> None:
         """Mark the end of the forward, and drop all that it changed."""
-        self._plain = [each.of_now() for each in self._plain]
+        before, self._plain = self._plain, [each.of_now() for each in self._plain]
+        same = all(len(now.plain) == len(was.plain) for now, was in zip(self._plain, before, strict=True))
+        self.is_steady = same and not (self._others or self.generators)
         self._others = [each for each in self._others if each.is_same(each.entries.get(each.name, ABSENT))]
         self._seen = set()
         self.generators = []
         self._has_ended = True
+
+    def plain(self) -> list[tuple[Mapping[str, Any], list[str]]]:
+        """Return the entries in which plain values are, and the names of these."""
+        return [(each.entries.view(), [*each.plain]) for each in self._plain]
+
+    def before(self) -> ReachedState:
+        """Return the values of a steady state before one more forward."""
+        own = copy(self)
+        own._has_ended = False
+        return own
+
+    def is_same(self) -> bool:
+        """Return whether the values of a steady state are the same now."""
+        return all(each.is_current() for each in self._plain)
 
     def rewound(self) -> AbstractContextManager[None]:
         """Return a context with the values that are other ones now. Before the forward has ended, that may go on."""

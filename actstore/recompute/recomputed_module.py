@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -20,28 +21,83 @@ from actstore.base import cpu_threads
 from actstore.base.checkpoints import CHECKPOINTS, in_checkpoint, innermost_pack
 from actstore.base.note import Note
 from actstore.base.storage import storages_of
-from actstore.base.trees import Form, flatten
+from actstore.base.trees import Form, flatten, unflatten
 from actstore.errors import PolicyError, StateError
 from actstore.model.tree import ModuleTree
 from actstore.model.writes import WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import hooks as region_hooks
-from actstore.recompute.caches import has_cache, without_caches
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import RegionWarnings
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.hooks import FirstHooks
-from actstore.recompute.region_state import RegionState
+from actstore.recompute.region_state import RegionState, SteadyState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
-from actstore.recompute.running import FirstRun, RegionParts
+from actstore.recompute.running import FirstRun, RegionParts, compiles
 from actstore.recompute.schedule import schedule_of
-from actstore.recompute.unread import compiles
+from actstore.recompute.tiles import Slices, is_sum, runner
+from actstore.recompute.token_rules import Dims
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
     from actstore.recompute.inner_rules import InnerRules
+
+_INDICES = frozenset({"layer_idx", "layer_id"})  # attributes of Transformers' modules, by which they find their values
+
+
+def has_cache(leaves: Iterable[Any]) -> bool:
+    """Return whether a cache is among the arguments of a call."""
+    return any(map(_is_cache, map(type, leaves)))
+
+
+def without_caches(
+    module: Module, name: str, region: str, args: tuple[Any, ...], kwargs: dict[str, Any], warned: RegionWarnings
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a recomputed module without empty caches, as Transformers' own checkpoints do.
+
+    Raises
+    ------
+    StateError : a cache has values for the module already, or lies inside of another argument
+    """
+    if getattr(module, "_can_checkpoint_with_cache", False):  # Transformers' mark of modules that only read it
+        return args, kwargs
+    given = [value for value in (*args, *kwargs.values()) if _is_cache(value.__class__)]
+    for cache in given:
+        if _has_values(cache, module):
+            raise StateError(
+                f"{region} is given a {type(cache).__name__} that has values already: its second run would append to "
+                f"that once more. Write '{name} : keep', or call the model without a cache.",
+                module=name,
+            )
+    rest = {key: None if _is_cache(value.__class__) else value for key, value in kwargs.items()}
+    if given and rest.get("use_cache"):
+        rest["use_cache"] = False
+    found = tuple(None if _is_cache(value.__class__) else value for value in args), rest
+    if has_cache(tree_leaves(found)):
+        raise StateError(
+            f"{region} is given a cache inside of another argument: its second run would append to that once more. "
+            "Call the model with use_cache=False.",
+            module=name,
+        )
+    warned.tell_cache(region, type(given[0]).__name__)
+    return found
+
+
+def _has_values(cache: Any, module: Module) -> bool:
+    """Return whether a cache has values for a module: other modules may have written to it in this forward."""
+    indices = {vars(part)[name] for part in module.modules() for name in _INDICES & vars(part).keys()}
+    parts = [each for each in vars(cache).values() if _is_cache(each.__class__)] or [cache]
+    layers = [layer for part in parts for i, layer in enumerate(part.layers) if not indices or i in indices]
+    values = [each for each in tree_leaves([vars(layer) for layer in layers]) if isinstance(each, Tensor)]
+    return any(each.ndim > 1 and each.numel() for each in values)  # all but numbers, such as the size of a window
+
+
+@functools.cache
+def _is_cache(kind: type) -> bool:
+    """Return whether it is Transformers' cache of keys and values."""
+    return any((base.__module__, base.__name__) == ("transformers.cache_utils", "Cache") for base in kind.__mro__)
 
 
 class Entered(Protocol):
@@ -103,23 +159,29 @@ class RecomputedModule(ForwardWrapper):
         self._lossy = inner is not None and inner.lossy
         self._region = f"{name} ({decision})"  # for messages
         self._decision = decision
+        self._replays = decision.replays
+        # whether a second run repeats the decisions of the first, where what it computes from is inexact
+        self._repeats = decision.keeps_decisions or (self._lossy and decision.decisions != "anew")
         self._entry_of = entry_of
         self._warned = warned
         self._alike = alike
         parts = [part for part in module.modules() if part is not module]
         self._compiled = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+        self._routes = decision.decisions is None  # the first call tells whether it does
         self._lazy = _is_lazy(module)
         self._watches = True  # which outputs of parts the region reads: the first call tells whether one has several
         self._lengths: dict[int, int] = {}
+        self._checked: dict[Any, list[Dims]] = {}  # by kind of arguments whose tokens the module treats each by itself
         self._writes = WriteHistory()
-        self._tree: ModuleTree | None = None  # of the last call
+        self._tree: ModuleTree | None = None  # of the last call,
+        self._steady: SteadyState | None = None  # and what the next one can share with it
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entry = self._entry_of()
         if entry is None:
             return forward(*args, **kwargs)
         records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if not records or _in_region(pack := innermost_pack()):
+        if not records or (pack := innermost_pack()) is None or _in_region(pack):  # None: in a loss that runs in tiles
             if not self._warned.doubled and in_checkpoint():
                 self._warned.tell_inside(self._region)
             return forward(*args, **kwargs)
@@ -130,6 +192,30 @@ class RecomputedModule(ForwardWrapper):
             return forward(*args, **kwargs)
         if not cpu_threads.is_settled():  # its operators may get another number of threads half way
             return forward(*args, **kwargs)
+        if self._decision.tiles is None:
+            return self._recomputed(entry, pack, forward, args, kwargs)
+        leaves, form = flatten(args, kwargs)
+        slices = Slices(leaves, self._decision.tiles, self._region)
+        run = runner(forward, leaves, form)
+        if len(slices.parts) > 1:
+            kinds = slices.check(run, self._checked, self._module.training)
+            if is_sum(kinds):
+                return slices.add(run, kinds)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return run(flatten(args, kwargs)[0])
+
+        return slices.join([self._recomputed(entry, pack, again, *unflatten(part, form)) for part in slices.parts])
+
+    def _recomputed(
+        self,
+        entry: Entered,
+        pack: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call of the region."""
         first = self._decision.first
         scope, calls = entry.scope, entry.calls
         if first is not None and calls.count(self) >= first:
@@ -162,7 +248,11 @@ class RecomputedModule(ForwardWrapper):
         call.ended(hooks.packs)
         if begun is not None and begun.reads is not None:
             self._watches = begun.drop_unread()
-        call.state.weights = calls.weights[self] = call.state.weights.one_of(calls.weights.get(self))
+        self._steady = call.state.steady
+        if self._steady is None:
+            call.state.weights = calls.weights[self] = call.state.weights.one_of(calls.weights.get(self))
+        if call.decisions is not None and call.decisions.routing and not call.decisions.kept:
+            call.decisions, self._routes = None, False
         if call.decisions is not None:
             calls.relu_results.add(call.decisions)
         if call.chain is not None:
@@ -174,7 +264,7 @@ class RecomputedModule(ForwardWrapper):
 
     def _diverged(self, call: RegionCall, difference: RunDifference) -> StateError:
         """Return the error for a second run that has saved other tensors than the first."""
-        repeats = call.decisions is not None
+        repeats = call.decisions is not None and not call.decisions.routing
 
         def run() -> None:
             with call.state.rewound():
@@ -190,12 +280,17 @@ class RecomputedModule(ForwardWrapper):
         """Return a call that begins. The store has its tensors, also those of keyword arguments and containers."""
         pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's hooks, or hooks that were entered inside
         tracker, place = scope.tracker, scope.tracker.frame.place
-        self._tree = ModuleTree.now(self._module, self._idle, self._tree)
-        state = RegionState(self._tree, leaves, calls.state, self._writes)
+        steady = self._steady
+        if steady is not None and steady.is_same():
+            tree = steady.tree
+        else:
+            tree = self._tree = ModuleTree.now(self._module, self._idle, self._tree)
+            steady = None
+        state = RegionState(tree, leaves, calls.state, self._writes, steady)
         call = RegionCall(self._region, place.account(0), forward, leaves, form, unpack, state)
         if isinstance(self._decision.inputs, Keep):  # otherwise the decision of the inputs is more specific
             call.account.decision = self._decision
-        carries = self._join(scope, calls, call, leaves) if self._decision.replays else {}
+        carries = self._join(scope, calls, call, leaves) if self._replays else {}
         tracker.push(None, place, self._decision.inputs)
         try:
             places: dict[int, int] = {}
@@ -211,7 +306,8 @@ class RecomputedModule(ForwardWrapper):
                     raise StateError(
                         f"Inference tensors cannot be saved for backward: an input of {call.region} is one."
                     )
-                carry, hooks = carries.get(i), tuple((leaf._backward_hooks or {}).values())
+                carry = carries.get(i)
+                hooks = tuple(leaf._backward_hooks.values()) if leaf._backward_hooks else ()
                 if carry is None:
                     handle = pack(leaf)
                     gate = calls.relu_results.take(leaf, handle, unpack)
@@ -227,6 +323,8 @@ class RecomputedModule(ForwardWrapper):
             tracker.pop()
         if self._repeats and (self._decision.decisions == "kept" or self._lossy or not call.comes_back_exactly):
             call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
+        elif self._routes and not (self._repeats or self._compiled or compiles()):
+            call.decisions = Decisions(self._region, scope.ledger, call.account, routing=True)
         if self._inner is not None:  # its results are accounts beside those of the inputs
             tracker.frame.index = max(tracker.frame.index, index)
         if self._once or self._inner is not None:
@@ -237,14 +335,7 @@ class RecomputedModule(ForwardWrapper):
         """Return the calls of excepted parts in a call that begins: none so far."""
         handles = [source.handle if source.carry is None else source.carry.handle for source in call.sources.values()]
         exact = not (self._repeats or self._lossy) and not any(map(is_lossy, handles))
-        return RegionParts(
-            self._region, self._once, exact, call.state.generators, call.state.weights, call.unpack, self._inner, [], []
-        )
-
-    @property
-    def _repeats(self) -> bool:
-        """True if a second run repeats the decisions of the first, where what it computes from is inexact."""
-        return self._decision.keeps_decisions or (self._lossy and self._decision.decisions != "anew")
+        return RegionParts(self._region, self._once, exact, call.state.generators, call.unpack, self._inner, [], [])
 
     def _refuse_iterator(self, leaf: Any) -> None:
         if isinstance(leaf, Iterator):

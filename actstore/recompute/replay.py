@@ -130,13 +130,19 @@ class RegionCall:
         """Run forward on the call's arguments, as `run` where parts of it do not run again."""
         assert self.given is not None
         args, kwargs = self.given
-        forward = self.forward if run is None else partial(run.run, keeping(run, self.forward))
+        forward = self.state.first_run(self.forward if run is None else partial(run.run, keeping(run, self.forward)))
         if self.decisions is None:
             return forward(*args, **kwargs)
-        with Recording(self.decisions) as mode:
-            if run is not None:
-                run.mode = mode
+        mode = Recording(self.decisions)
+        if run is not None:
+            run.mode = mode
+        with mode.around(whole=self._has_inner_rules):
             return forward(*args, **kwargs)
+
+    @property
+    def _has_inner_rules(self) -> bool:
+        """True where modes of rules for operators are around the region: the mode of decisions must be outside."""
+        return self.parts is not None and self.parts.inner is not None
 
     def ended(self, packs: int) -> None:
         """Note the end of the first run, which has saved `packs` tensors."""
@@ -161,7 +167,7 @@ class RegionCall:
         Gradients are enabled as in the first run, because operators choose kernels by it and their bits differ.
         """
         run, _, _ = self._prepare(values)
-        with modes_paused(), self.state.rewound(), _no_hooks():
+        with self.state.rewound(modes_paused()), _no_hooks():
             return tree_leaves(run())
 
     def _prepare(self, values: Values) -> tuple[Callable[[], Any], Booked, Repeating | None]:
@@ -171,35 +177,43 @@ class RegionCall:
                 f"a tensor that {self.region} has saved was read before its forward ended, and what does not run again "
                 "is not complete then. Read it after the forward, or leave the rules for parts, operators and tags out."
             )
-        leaves, kept, fixed = list(self.rest), Booked(), set[int]()
+        leaves = self.rest.copy()
+        kept: Booked = {}
+        fixed: set[int] = set()
         asked = self.decisions is not None or self.parts is not None  # whether anything asks which inputs are exact
         for i, (carry, handle, requires_grad, hooks, gate) in self.sources.items():
             tensor = self.unpack(handle) if carry is None else values[carry]
             if gate is not None:
                 gate.settle(tensor)
-            if isinstance(handle, Kept) or (carry is not None and (carry.kept or isinstance(carry.handle, Kept))):
-                kept[tensor.untyped_storage()._cdata] = None
             source = handle if carry is None else carry.handle
+            if type(source) is Kept or (carry is not None and carry.kept):
+                kept[tensor.untyped_storage()._cdata] = None
             if asked and (is_exact(source) or getattr(source, "alias", None) is not None):
                 fixed.update(storage._cdata for storage in storages_of(tensor))
-            copy = carry is not None and carry.changed
-            leaves[i] = _fresh(tensor, hooks, requires_grad=requires_grad, copy=copy)
+            alias = leaves[i] = tensor.detach()
+            if carry is not None and carry.changed:  # the forward that takes it may write to it
+                alias = leaves[i] = alias.clone()
+            if requires_grad:
+                alias.requires_grad_()
+                for hook in hooks:
+                    alias.register_hook(hook)
         for i, first in self.same.items():
             leaves[i] = leaves[first]
         args, kwargs = unflatten(leaves, self.form)
         later = None if self.parts is None else LaterRun(self.parts, kept, fixed)
         forward = self.forward if later is None else partial(later.run, serving(later, self.forward))
         if self.decisions is None:
-            return partial(self.state.run, lambda: forward(*args, **kwargs)), kept, None
+            return partial(self.state.run, partial(forward, *args, **kwargs)), kept, None
         repeating = Repeating(self.decisions, fixed)
         if later is not None:
             later.mode = repeating
 
         def run() -> Any:
-            with repeating:
+            with repeating.around(whole=self._has_inner_rules):
                 return forward(*args, **kwargs)
 
-        return partial(self.state.run, run), kept, repeating
+        ends = None if self.decisions.routing else repeating  # the run at an operator that the mode sees
+        return partial(self.state.run, run), kept, ends
 
 
 class CallOutput(NamedTuple):
@@ -261,16 +275,6 @@ def _key_of(leaf: Any) -> tuple[Any, ...] | None:
     if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_inference():
         return None
     return id(_root_of(leaf)), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
-
-
-def _fresh(tensor: Tensor, hooks: tuple[TensorHook, ...] = (), *, requires_grad: bool, copy: bool) -> Tensor:
-    """Return an alias without history, or a copy where the forward that takes it may write to it."""
-    alias = tensor.detach().clone() if copy else tensor.detach()
-    if requires_grad:
-        alias.requires_grad_()
-        for hook in hooks:
-            alias.register_hook(hook)
-    return alias
 
 
 def _no_hooks() -> saved_tensors_hooks:

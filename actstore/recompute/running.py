@@ -1,30 +1,85 @@
-"""Runs of recomputed regions on this thread, for the parts that are excepted from them."""
+"""Runs of recomputed regions on this thread, for the parts that are excepted from them, and what they read of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import local
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from actstore.base.checkpoints import innermost_pack
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
-from actstore.model.weights import Weights
 from actstore.recompute.attributes import Effects, hidden
 from actstore.recompute.decision_modes import DecisionMode
 from actstore.recompute.forwards import ForwardWrapper
-from actstore.recompute.unread import OutputReads
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
     from actstore.recompute.inner_rules import InnerRules
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def compiles() -> bool:
+    """Return whether `torch.compile` was called: the compiler leaves functions alone that are called below a mode."""
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
+
+
+class OutputReads(TorchFunctionMode):
+    """Mode that sees which outputs of excepted parts the first run of a region reads.
+
+    It sees PyTorch's functions and methods, also those that compute no gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[int, Tensor] = {}  # by identity, alive until the region ends
+        self._read = set[int]()
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """See reads of these tensors from now on."""
+        self._watched.update((id(tensor), tensor) for tensor in tensors)
+
+    def note(self, values: Iterable[Any]) -> None:
+        """Count watched tensors among values as read."""
+        self._read.update(id(value) for value in _leaves(values) if id(value) in self._watched)
+
+    def has_read(self, tensors: Sequence[int]) -> bool:
+        """Return whether any of the tensors with these identities was read."""
+        return not self._read.isdisjoint(tensors)
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Return a context without the mode, for a part: compilers see modes. One that lies below another stays."""
+        count = _len_torch_function_stack()
+        return _pop_mode_temporarily() if count and _get_function_stack_at(count - 1) is self else _NOTHING
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._watched:
+            self.note((*args, *kwargs.values()) if kwargs else args)
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        elif isinstance(value, dict):
+            yield from _leaves(value.values())
+        else:
+            yield value
+
+
 _thread = local()  # .run: the innermost run of a region
-_first_runs = set["FirstRun"]()  # that have begun and not ended, on all threads
 
 
 class PartCall(Protocol):
@@ -80,7 +135,6 @@ class RegionParts(NamedTuple):
     once : all modules of the policy that do not run again: it tells the policy, too
     exact : whether the inputs of the region come back exactly
     generators : their states before the region
-    weights : those of the region
     unpack : reads what was saved outside of the region
     inner : the rules for tensors inside of it; None for none
     calls : of parts, in the order of the first run
@@ -91,7 +145,6 @@ class RegionParts(NamedTuple):
     once: frozenset[Module]
     exact: bool
     generators: GeneratorStates
-    weights: Weights
     unpack: Callable[[Any], Tensor]
     inner: InnerRules | None
     calls: list[PartCall]
@@ -169,14 +222,8 @@ class FirstRun(RegionRun):
         self.count = count
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _first_runs.add(self)
-        try:
-            if self.reads is None:
-                return super().run(forward, *args, **kwargs)
-            with self.reads:
-                return super().run(forward, *args, **kwargs)
-        finally:
-            _first_runs.discard(self)
+        with _NOTHING if self.reads is None else self.reads:
+            return super().run(forward, *args, **kwargs)
 
     def drop_unread(self) -> bool:
         """Drop outputs of parts that the region has not read. Return whether a part has an output of several."""
@@ -237,11 +284,6 @@ class LaterRun(RegionRun):
             "Give that to the module as an argument, or do not recompute it: write keep in place of recompute.",
             module=module,
         )
-
-
-def first_runs(once: frozenset[Module]) -> list[FirstRun]:
-    """Return the first runs, on all threads, of regions of a policy with these excepted modules."""
-    return [run for run in tuple(_first_runs) if run.parts.once is once]
 
 
 def current() -> RegionRun | None:

@@ -31,6 +31,9 @@ from actstore.session.report import Report
 
 Say = Callable[[str], None]
 
+FIRST_LOOKS = 4  # steps at whose start a run that changes nothing enters the store, to count
+LOOK_INTERVAL = 10  # steps from one such step to the next afterwards
+
 
 class _Graph:
     """Graph of the last forward: alive while autograd holds it, `done` once backward has come to the model's output."""
@@ -51,12 +54,13 @@ class TrainedModel:
     ----------
     name : name of the model's class
     steps : number of steps so far; forwards without a backward between them are one step
+    counted : the step whose bytes a report has
     report : the report of the last step, while there is no store
     """
 
     def __init__(self, whole: Module, settings: Settings) -> None:
         self.name = type(whole).__name__
-        self.steps = 0
+        self.steps = self.counted = 0
         self.report: Report | None = None
         self._settings = settings
         self._model = ref(whole)
@@ -75,6 +79,8 @@ class TrainedModel:
 
     def enter(self, called: Module, say: Say) -> None:
         """Enter the store for a forward of the model or of a part of it. Where a step begins, tell of the last one.
+
+        Under ``keep`` most steps are not counted, as that alone would cost them time.
 
         Raises
         ------
@@ -98,8 +104,12 @@ class TrainedModel:
             if every and self.steps and self.steps % every == 0:
                 say(self._figures(self.store.report(), every))
             self.steps += 1
-        self.store._continues = goes_on
-        self.store.__enter__()
+            looks = self.steps <= FIRST_LOOKS or self.steps % (every or LOOK_INTERVAL) == 0
+            if looks or self._settings.policy != "keep":
+                self.counted = self.steps
+        if self.counted == self.steps:
+            self.store._continues = goes_on
+            self.store.__enter__()
 
     def _figures(self, report: Report, steps: int) -> str:
         now = perf_counter()
@@ -111,7 +121,8 @@ class TrainedModel:
     def leave(self, error: BaseException | None, trace: TracebackType | None, output: Any) -> None:
         """Leave the store after the forward, which has failed where `error` is given."""
         assert self.store is not None
-        self.store.__exit__(None if error is None else type(error), error, trace)
+        if self.counted == self.steps:
+            self.store.__exit__(None if error is None else type(error), error, trace)
         if error is None:
             self._watch(output)
 

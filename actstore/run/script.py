@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from actstore.check import check_gradients
 from actstore.errors import ConfigError
-from actstore.inspection import inspect_step
 from actstore.policy import may_be_lossy
 from actstore.run.models import ScriptStores
 from actstore.run.settings import Settings
@@ -118,7 +116,7 @@ def _end(stores: ScriptStores, settings: Settings, *, is_child: bool = False) ->
         return
     reports = [(each, each.report) for each in stores.trained if each.report is not None]
     for each, report in reports:
-        _say(f"{each.name}, {each.steps} steps; activations of the last one:\n{report}")
+        _say(f"{each.name}, {each.steps} steps; activations of step {each.counted}:\n{report}")
     if not reports and not is_child and stores.refusal is None:
         _say("no model ran forward in training mode with gradients in this process, and so no store was entered.")
     if settings.report and (reports or not (is_child or Path(settings.report).exists())):
@@ -152,6 +150,8 @@ def _step(forward: Callable[[], Any], option: str) -> Callable[[], Tensor]:
 
 def _verify(store: ActivationStore, forward: Callable[[], Any]) -> None:
     """Compare the first forward and a backward of it with plain PyTorch's; exit where an exact policy differs."""
+    from actstore.check import check_gradients
+
     with closing(copy(store)) as trial:
         tolerance = math.inf if may_be_lossy(trial.policy) else 0.0
         result = check_gradients(_step(forward, "--verify"), trial, tolerance=tolerance)
@@ -162,6 +162,8 @@ def _verify(store: ActivationStore, forward: Callable[[], Any]) -> None:
 
 def _inspect(store: ActivationStore, forward: Callable[[], Any]) -> None:
     """Show which lines of code fill the memory in the first forward and a backward of it, and exit."""
+    from actstore.inspection import inspect_step
+
     with closing(copy(store)) as trial:
         found = inspect_step(_step(forward, "--inspect"), trial)
     print(found.text())  # of the command line

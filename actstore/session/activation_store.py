@@ -85,6 +85,7 @@ class ActivationStore:
     PolicyError, ChainError, UnknownCodecError : the policy does not parse, or does not fit the model
     ConfigError : an argument is invalid, the disk tier's folder cannot be written, a tier cannot work here, or the
         model is on several devices
+    KernelUnavailable : a codec needs a package that is not installed
 
     Warns
     -----
@@ -101,6 +102,7 @@ class ActivationStore:
 
     _open_device = staticmethod(open_device)
     _continues = False  # whether the next entry belongs to the step of the last one
+    _enables_grad = False  # whether gradients are turned on inside, as in the closure of an optimizer's step
 
     def __init__(
         self,
@@ -150,7 +152,8 @@ class ActivationStore:
             None if self._controller is None else self._controller.gauge,
         )
         rules = self._applied.policy
-        self._store.open(device_of(model), rules.tiers if isinstance(rules, Rules) else ())
+        needs = (rules.tiers, rules.codecs) if isinstance(rules, Rules) else ()
+        self._store.open(device_of(model), *needs)
 
     def _watch_model(self, model: Module) -> None:
         """Find the model's optimizers, and where payloads may be lossy, their effect on gradients."""
@@ -169,16 +172,10 @@ class ActivationStore:
         from actstore.session.controllers import controller_of, window_of
 
         controller = controller_of(
-            self._chooser,
-            options,
-            self._model,
-            self._ledger,
-            self._influence,
-            self._sampler.ask,
-            self._switch,
+            self._chooser, options, self._model, self._ledger, self._influence, self._sampler.ask, self._switch,
             sets_window=window.nbytes is None,
-        )
-        return controller, window_of(window, self._given_plan, self._chooser)
+        )  # fmt: skip
+        return controller, window_of(window, self._given_plan, self._chooser, self._ledger.budget.limit)
 
     def __reduce__(self) -> tuple[Any, ...]:
         observe = [Trace(each.limit) if isinstance(each, Trace) else each for each in self._observe]
@@ -198,10 +195,11 @@ class ActivationStore:
         entry = None
         try:
             with self._lock:
-                first = not self._inside and not self._continues
-                entry = StoreEntry(self, self._scope(first=first), self._controller)
+                evaluates = not (torch.is_grad_enabled() or self._enables_grad) and self._store.steps > 0
+                first = not self._inside and not self._continues and not evaluates
+                entry = StoreEntry(self, self._scope(first=first), self._controller, first=first)
                 entry.undos += [
-                    self._ledger.mark_exit,
+                    *([] if evaluates else [self._ledger.mark_exit]),  # the report stays that of training
                     partial(forget_turn, entry.scope),
                     self._store.poll,
                     partial(self._end_forward, entry),
@@ -287,6 +285,7 @@ class ActivationStore:
                 self._controller.end_forward(entry.error)
             if self._influence is not None and entry.scope.readers is not None:
                 self._influence.end_forward()
+            self._enables_grad |= not torch.is_grad_enabled() and entry.has_acted
             self._inside.discard(entry)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -317,6 +316,15 @@ class ActivationStore:
     def policy(self) -> Policy:
         """Policy as a value."""
         return self._applied.policy
+
+    def explain(self) -> str:
+        """Return a text that says what each rule covers in the model, or what a plan or `Bits` has decided.
+
+        `@blocks` and other aliases stand there as the names that they were found to mean.
+        """
+        from actstore.policy.explain import explain
+
+        return str(self.plan or self.choice or explain(self._chooser or self._applied.policy, self._model))
 
     @property
     def plan(self) -> Plan | None:

@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from actstore.base.units import format_nbytes
-from actstore.policy import Keep, Rules
+from actstore.policy import Decision, Keep, Recompute, Rules
 from actstore.session.causes import PLANNING_CHOOSERS, AccountGroup, Step
 from actstore.transfer.engine import most_parcel_nbytes
 
@@ -79,7 +79,11 @@ def unseen_rules(step: Step) -> Finding | None:
     seen = {"*", *(policy.pattern_of(account.site.name) for account in step.accounts if account.count or account.saved)}
     names = [name for name in request.named if name not in request.hidden and policy.pattern_of(name) not in seen]
     decided = {policy.pattern_of(name): policy.decide(name) for name in names}
-    rules = [f"{pattern} : {decision}" for pattern, decision in decided.items() if not isinstance(decision, Keep)]
+    rules = [
+        f"{pattern} : {decision}"
+        for pattern, decision in decided.items()
+        if not isinstance(decision, Keep) and not _tiles_of(decision)  # a loss in tiles saves nothing
+    ]
     if not rules:
         return None
     return Finding(
@@ -135,7 +139,10 @@ def must_stay_exact(step: Step) -> Finding | None:
     most = step.exact.most
     if most is None or step.request.chooser:
         return None
-    remedies = [f"write `{most.where} @ {step.lower}` for them, where they wait exactly"] if step.lower else []
+    wait = f"{most.where} @ {step.lower}"
+    if step.derives(most):
+        wait = f"derive({wait})"
+    remedies = [f"write `{wait}` for them, where they wait exactly"] if step.lower else []
     remedies += ["recompute their modules"] if most.site.name else []
     return _of_bytes(
         step,
@@ -302,13 +309,25 @@ def peak(step: Step) -> Finding | None:
         remedy = "" if step.request.chooser else "; SampleErrors(every=0) leaves the measurement out"
         words = f"{part} to measure errors{at}: this step was sampled, and other steps need less{remedy}."
     elif work == "recomputation":
-        words = f"{part} to run {site} again; recompute smaller modules than that, or use smaller batches."
+        tiles = ", those that treat each token by itself, such as an MLP, with recompute(tiles=8)"
+        smaller = f"recompute smaller modules than that{'' if _has_tiles(step) else tiles}"
+        words = f"{part} to run {site} again; {smaller}, or use smaller batches."
         if 2 * transient.nbytes > step.ledger.peak and step.freed_before_peak:  # what is held later does not matter
             min_share = MIN_BYTES_SHARE
     else:
         verb = "derive" if work == "derivation" else "decode"
         words = f"{part} to {verb} a tensor of {site}; use smaller batches, which have smaller tensors."
     return _of_bytes(step, nbytes, f"{lead}, {words}", min_share)
+
+
+def _has_tiles(step: Step) -> bool:
+    """Return whether a rule of the user's runs modules in tiles."""
+    policy = step.request.policy
+    return isinstance(policy, Rules) and any(_tiles_of(decision) for _, decision in policy.rules)
+
+
+def _tiles_of(decision: Decision) -> int | None:
+    return decision.tiles if isinstance(decision, Recompute) else None
 
 
 def _of_payloads(step: Step) -> str:

@@ -162,6 +162,11 @@ class Step:
             found[rule] = found.get(rule, 0) + nbytes
         return found
 
+    def derives(self, account: Account) -> bool:
+        """Return whether the rule for a site derives what it can, also where the site itself waits."""
+        policy, site = self.request.policy, account.site
+        return isinstance(policy, Rules) and isinstance(policy.decide(site.name, site.tag, account.operator), Derive)
+
     # -- stored accounts -----------------------------------------------------------------------------------------------
 
     @cached_property

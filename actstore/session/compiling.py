@@ -135,10 +135,10 @@ def graph_rules(
             Rules([]), lambda: [] if model is None else named_modules(model), "", min_nbytes, budget=budget
         )
     for decision in policy.decisions if isinstance(policy, Rules) else ():
-        if isinstance(decision, Recompute) and (decision.replays or decision.first is not None):
+        if isinstance(decision, Recompute) and (decision.replays or {decision.first, decision.tiles} != {None}):
             raise ConfigError(
-                f"decision={decision}: segment, schedule and first are not for compiled graphs. Leave them out, or "
-                "compile the modules inside of the recomputed ones by Module.compile()."
+                f"decision={decision}: segment, schedule, first and tiles are not for compiled graphs. Leave them out, "
+                "or compile the modules inside of the recomputed ones by Module.compile()."
             )
     whole = part if model is None else model
     named = [] if whole is None else named_modules(whole)

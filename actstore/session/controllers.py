@@ -101,14 +101,15 @@ def controller_of(
         from actstore.accuracy.bits.chooser import BitsController
 
         return BitsController(ledger, chooser, pairs)
-    grants = grants_of(chooser, tiers)
     from actstore.auto.controller import AutoController
     from actstore.auto.local import LocalBoard
+    from actstore.auto.machine import memory_of
     from actstore.auto.steps import Steps
 
+    grants = grants_of(chooser.beside(memory_of(model, []).lasting), tiers)
     steps = Steps(model, ledger, sets_window=sets_window)
     if chooser.group is None:
-        return AutoController(steps, LocalBoard(steps, grants, pairs, switch))
+        return AutoController(steps, LocalBoard(steps, grants, pairs, switch, chooser))
     from actstore.auto.group import GroupBoard
     from actstore.auto.group_store import GroupStore
 
@@ -126,13 +127,13 @@ def grants_of(auto: Auto, tiers: dict[str, TierOptions]) -> Grants:
     )
 
 
-def window_of(given: Window, plan: Plan | None, chooser: Auto | Bits | None) -> Window:
+def window_of(given: Window, plan: Plan | None, chooser: Auto | Bits | None, budget: float) -> Window:
     """Return the window as `given`, or else that of a plan, or an eighth of a budget at most while it is measured."""
     if given.nbytes is not None:
         return given
     nbytes = None if plan is None else plan.window
     if isinstance(chooser, Auto):
-        nbytes = max(_MIN_WINDOW_NBYTES, min(chooser.budget_nbytes // 8, _MAX_WINDOW_NBYTES))
+        nbytes = int(max(_MIN_WINDOW_NBYTES, min(budget // 8, _MAX_WINDOW_NBYTES)))
     return Window(nbytes, given.when_full)
 
 

@@ -22,10 +22,16 @@ from actstore.policy.pattern import check_tag
 from actstore.recompute.checkpoints import end_left
 
 if TYPE_CHECKING:
+    from actstore.base.ledger import Ledger
     from actstore.recompute.replay import Calls
     from actstore.session.controllers import StepPolicy
 
 _thread = local()  # .entries: of all stores on this thread, the innermost last
+
+
+def _seen(ledger: Ledger) -> int:
+    """Return a number that grows with each tensor that the entries of a step have seen."""
+    return sum(account.count + account.saved for account in ledger.accounts())
 
 
 class StoreEntry:
@@ -41,19 +47,26 @@ class StoreEntry:
         of them: each is harmless where nothing is registered, and where it runs again
     error : the exception with which the entry ends
     inner : another store that acted inside of it; None for none
+    before : tensors that earlier entries of the step have seen, or the last step where this entry is an evaluation
     """
 
-    __slots__ = ("calls", "error", "inner", "owner", "pack", "scope", "undos")
+    __slots__ = ("before", "calls", "error", "inner", "owner", "pack", "scope", "undos")
 
     calls: Calls
 
-    def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None) -> None:
+    def __init__(self, owner: object, scope: Scope, controller: StepPolicy | None, *, first: bool = True) -> None:
         self.owner = owner
         self.scope = scope
         self.pack = scope.entry_hook() if controller is None else controller.watching(scope.entry_hook())
         self.undos: list[Callable[[], object]] = []
         self.error: BaseException | None = None
         self.inner: object = None
+        self.before = 0 if first else _seen(scope.ledger)
+
+    @property
+    def has_acted(self) -> bool:
+        """True where it has seen a tensor."""
+        return _seen(self.scope.ledger) != self.before
 
     def activate(self) -> None:
         """Make this the innermost entry of the thread, with its tracker and its hooks."""
@@ -143,7 +156,7 @@ def check_nested(entry: StoreEntry) -> None:
     ------
     StateError : the inner store has seen all tensors, as in ``with outer, inner:``
     """
-    acted = any(account.count or account.saved for account in entry.scope.ledger.accounts())
+    acted = entry.has_acted
     if acted and entries() and entries()[-1].owner is not entry.owner:
         entries()[-1].inner = entry.owner
     if entry.inner is not None and not acted:

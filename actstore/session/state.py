@@ -14,9 +14,11 @@ from torch.nn import Module
 
 from actstore.accuracy import Sampler
 from actstore.accuracy.influence.influence import Influence
-from actstore.errors import StateError
+from actstore.display.text import short
+from actstore.errors import MALFORMED, ActstoreError, StateError
 from actstore.model.names import named_modules
 from actstore.model.units import device_of
+from actstore.plan.fields import MAX_NUMBER
 from actstore.plan.plan import Plan
 from actstore.policy import Auto, Rules
 from actstore.session.controllers import StepPolicy
@@ -26,6 +28,10 @@ log = logging.getLogger("actstore")
 
 FORMAT = "actstore state 1"
 SHOWN = 200  # most characters of a text in an error
+_TYPES: dict[str, type] = {
+    "format": str, "model": list, "policy": str, "seed": int, "min_bytes": int, "steps": int, "sampled_step": int,
+    "steps_of_rest": int, "plan": str, "controller": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class StoreState:
 
         Raises
         ------
-        StateError : the state is one of another model, policy or seed, or was changed
+        StateError : the state is one of another model, policy or seed, was changed, or its contents are invalid
         """
         values = dict(state) if isinstance(state, Mapping) else {}
         checksum = values.pop("checksum", None)
@@ -82,6 +88,7 @@ class StoreState:
                 f"load_state_dict(state): its checksum is {checksum!r}, that of its contents {_checksum(values)!r}: "
                 "it was changed after it was saved. Load it as it was saved, or train on without it."
             )
+        _check_types(values)
         for name, mine in self._identity().items():
             if state[name] != mine:
                 raise StateError(
@@ -91,7 +98,12 @@ class StoreState:
                 )
         if self.controller is not None:
             place = self.store.place(device_of(self.model) or torch.device("cpu"))
-            note = self.controller.resume(json.loads(state["controller"]), place)
+            try:
+                note = self.controller.resume(json.loads(state["controller"]), place)
+            except ActstoreError:
+                raise
+            except MALFORMED as error:
+                raise _invalid(f"controller: {short(error)}") from None
             if note:
                 log.warning("%s: %s", self.controller.name, note)
         self.store.resume(state["steps"])
@@ -117,6 +129,29 @@ class StoreState:
             return str(self.policy)
         named = given if hasattr(given, "__qualname__") else type(given)  # a function, or an object that is called
         return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Refuse a state from another program that has the right checksum.
+
+    Raises
+    ------
+    StateError : a field is missing, unknown, or not of its type
+    """
+    if different := values.keys() ^ _TYPES.keys():
+        raise _invalid(f"{min(different, key=str)} is missing or unknown")
+    for name, kind in _TYPES.items():
+        value: Any = values[name]
+        fits = type(value) is kind and (not isinstance(value, int) or abs(value) <= MAX_NUMBER)
+        if not fits or (isinstance(value, list) and not all(type(each) is str for each in value)):
+            raise _invalid(f"{name}={short(value)}")
+
+
+def _invalid(what: str) -> StateError:
+    return StateError(
+        f"load_state_dict(state): its contents are invalid ({what}). Load it as it was saved, or train on with a new "
+        "store."
+    )
 
 
 def _difference(name: str, saved: Any, mine: Any) -> str:

@@ -114,6 +114,22 @@ def _compare(memory: Tensor, payload: Tensor, place: TierSet, later: Later) -> b
 
 
 @contextmanager
+def at_hand(entry: Payload) -> Iterator[bool]:
+    """Let the store read a payload without a transfer. Yields False where its bytes have left for another tier."""
+    berth = entry.room
+    memory = berth.engine.peek(berth) if isinstance(berth, Berth) else None
+    if not isinstance(berth, Berth) or memory is None:
+        yield not isinstance(berth, Berth)
+        return
+    try:
+        entry.room = Slot(berth.nbytes, memory)
+        yield True
+    finally:
+        entry.room = berth
+        berth.engine.peeked(berth)
+
+
+@contextmanager
 def _at_hand(entry: Payload, place: TierSet) -> Iterator[Tensor | None]:
     """Yield the payload in memory of the compute device, for work on the current stream; None where it has left."""
     room = entry.room

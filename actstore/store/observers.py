@@ -1,4 +1,4 @@
-"""Observers of the store's work: checks of bytes, a gauge, a trace, and a sampler of errors."""
+"""Observers of the store's work: checks of bytes that wait, a gauge, a trace, and a sampler of errors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,60 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actstore.base.checksum import checksum
 from actstore.base.ledger import Account
 from actstore.base.ticket import Between, Ticket
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
 from actstore.devices import Device
+from actstore.errors import PayloadError
+from actstore.kernels.base import LENGTH_NBYTES
 from actstore.store.payload import ForwardPass
 from actstore.store.tierset import TierSet
-from actstore.store.verified import verified
 from actstore.trace import Trace
+
+
+class Seal:
+    """Checksum of the bytes in `memory`, as `checksum` takes it."""
+
+    __slots__ = ("_expected", "_nbytes")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._nbytes = memory.numel()
+        self._expected = checksum(memory)
+
+    def check(self, memory: torch.Tensor) -> None:
+        """Compare the first bytes of `memory` with the checksum. The host waits for both.
+
+        Raises
+        ------
+        PayloadError : they have changed
+        """
+        found = checksum(memory[: self._nbytes])
+        if not torch.equal(found, self._expected):
+            raise PayloadError(
+                f"{self._nbytes} bytes came back with another checksum ({int(found)}) than they were encoded with "
+                f"({int(self._expected)}): something wrote to them while they waited. Please report this with the "
+                "policy and the devices, unless your own code or driver does so.",
+                nbytes=self._nbytes,
+            )
+
+
+def verified(bound: Bound) -> Bound:
+    """Return the same codec, which compares checksums on each decode. The host waits for them."""
+    seals: list[Seal] = []
+
+    def encode(src: torch.Tensor, out: torch.Tensor, key: int) -> int | None:
+        used = bound.encode(src, out, key)
+        nbytes = bound.nbytes if bound.exact else int(out[:LENGTH_NBYTES].view(torch.int64))
+        seals[:] = [Seal(out[:nbytes])]
+        return used
+
+    def decode(buf: torch.Tensor, out: torch.Tensor, key: int) -> None:
+        seals[0].check(buf)
+        bound.decode(buf, out, key)
+
+    return Bound(bound.nbytes, bound.exact, encode, decode)  # not `as_is`: the checksum reads all bytes
 
 
 class Gauge(Protocol):
@@ -43,9 +88,9 @@ class PayloadSampler(Protocol):
         """Return the same codec, which measures each payload when it is encoded; `plain` decodes without measuring."""
 
     def take(
-        self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device, trace: Trace | None
+        self, src: Tensor, decoded: Callable[[], Tensor | None], account: Account, device: Device, trace: Trace | None
     ) -> None:
-        """Measure a payload of `src`, which `decoded` returns as it comes back."""
+        """Measure `src` beside what `decoded` returns: the tensor as it comes back, or None where that is not known."""
 
     def read(self, *, wait: bool) -> None:
         """Read the results that are on the host; with `wait`, also those that are on their way."""
@@ -97,15 +142,16 @@ class StoreObservers:
             bound = self.gauge.codec(bound, codec, account)
         if self.trace is not None:
             bound = self._traced(bound, place, account)
-        lossy = not (codec.lossless or codec.decides)
-        samples = self.samples and lossy and not (self.gauge is not None and self.gauge.measures)
-        if samples and self._sampler is not None:
+        if self._sampler is not None and self._takes() and not (codec.lossless or codec.decides):
             bound = self._sampler.codec(bound, plain, account, place.device, self.trace)
         return bound
 
-    def take(self, src: Tensor, decoded: Callable[[], Tensor], account: Account, device: Device) -> None:
-        """Measure the payload of a tensor that a graph has encoded, where the step is sampled."""
-        if self.samples and self._sampler is not None:
+    def _takes(self) -> bool:
+        return self.samples and not (self.gauge is not None and self.gauge.measures)
+
+    def take(self, src: Tensor, decoded: Callable[[], Tensor | None], account: Account, device: Device) -> None:
+        """Measure a tensor that a graph has encoded, or that backward will derive, where the step is sampled."""
+        if self._sampler is not None and self._takes():
             self._sampler.take(src, decoded, account, device, self.trace)
 
     def recomputing(self, forward: ForwardPass, account: Account) -> Callable[[], None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
@@ -15,17 +16,123 @@ import torch
 from actstore.base.ledger import Account, Circumstances, Claim, Ledger
 from actstore.base.reaper import Finalizer
 from actstore.base.ticket import DONE, Between
-from actstore.base.units import format_nbytes
+from actstore.base.units import format_nbytes, round_up
 from actstore.codecs import Codec
 from actstore.errors import CapacityError, StateError
+from actstore.kernels.base import ALIGN, LENGTH_NBYTES
 from actstore.store.comparison import Later
 from actstore.store.observers import Gauge, PayloadSampler, StoreObservers
 from actstore.store.payload import ForwardPass, Payload, Route
 from actstore.store.tierset import StoreOptions, TierSet
-from actstore.store.variable import VariablePayloads
 from actstore.tiers import Disk, Slot
 from actstore.trace import Trace
-from actstore.transfer import Berth
+from actstore.transfer import Berth, Readback, Readbacks
+
+
+class VariablePayloads:
+    """Payloads of variable size on one compute device.
+
+    A tensor is encoded into room for the longest payload, and its bytes move to room for just these: at once where the
+    compute device is a CPU. On an accelerator the payload stays there until its length has come to the host. The host
+    does not wait: `move_known` and later payloads look.
+    """
+
+    def __init__(self, place: TierSet, ledger: Ledger) -> None:
+        self._place = place
+        self._ledger = ledger
+        self._lengths = Readbacks(place.device, LENGTH_NBYTES)
+        self._waiting: deque[tuple[ref[Payload], Readback, Sequence[str], ForwardPass]] = deque()  # for their lengths
+
+    def put(self, entry: Payload, src: torch.Tensor, route: Route, saved: int, forward: ForwardPass) -> int | None:
+        """Encode `src`. Returns the length of the payload if no tier has room for it; else None."""
+        place, tiers, bound = self._place, route.tiers, entry.bound
+        stage = place.stage(bound.nbytes)
+        try:
+            used = bound.encode(src, stage.memory, entry.key)
+            late = None if place.device.on_host else self._lengths.expect(stage.memory)
+        except BaseException:
+            stage.tier.free(stage)
+            raise
+        entry.room = stage
+        entry.last = self._ledger.hold(entry.account, saved, 0, stage.nbytes)
+        if late is not None:
+            with self._place.late_lock:
+                self._waiting.append((ref(entry), late, tiers, forward))
+            self.move_known()
+            return None
+        assert used is not None, "kernels of a CPU return the length of a payload"
+        moved = False
+        try:
+            moved = self._move(entry, stage, used, tiers, forward)
+        finally:
+            if not moved:
+                entry.free()
+                self._ledger.add(entry.account, -saved, 0, 0)
+        return None if moved else used
+
+    def move_known(self) -> None:
+        """Move the payloads whose lengths have come to the host."""
+        place = self._place
+        while self._waiting:
+            with self._place.late_lock:
+                if not self._waiting or not self._waiting[0][1].ready():
+                    return
+                weak, length, tiers, forward = self._waiting.popleft()
+                (used,) = self._lengths.take(length, torch.int64)
+                entry = weak()
+                stage = None if entry is None else entry.room
+                if entry is None or not isinstance(stage, Slot):
+                    continue
+                with place.device.on(length.stream):  # in the order of the encoding, and of the stage's allocator
+                    if not self._move(entry, stage, used, tiers, forward):
+                        self._move(entry, stage, used, ("device",), forward)
+                if forward.ended and place in forward.runs:  # no later call flushes the run
+                    place.engine.flush(forward.runs[place])
+
+    def close(self, stack: ExitStack) -> None:
+        """Forget the payloads that wait for their lengths. `stack` returns the memory of these at its end."""
+        with self._place.late_lock:
+            waiting = [length for _, length, _, _ in self._waiting]
+            self._waiting.clear()
+        stack.callback(self._lengths.close, waiting)
+
+    def _move(self, entry: Payload, stage: Slot, used: int, tiers: Sequence[str], forward: ForwardPass) -> bool:
+        """Move the `used` bytes of a stage to the first tier that has room. Returns False where no tier has."""
+        place, account, nbytes = self._place, entry.account, min(_roomy(used), stage.nbytes)
+        room: Any = place.find(tiers, nbytes, account, forward.runs)
+        if room.__class__ is Berth:  # no call, after which an interrupt (Ctrl-C) would lose the berth
+            last = Finalizer(room.engine.drop, room)
+            try:
+                place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
+                room.memory[used:].zero_()  # some tiers compare all bytes
+            except BaseException:
+                room.engine.cancel(room)
+                raise
+            entry.last = last
+            room.engine.depart(room)
+            self._ledger.add(account, 0, used, 0)
+        elif room is not None:
+            try:
+                room.written = place.device.copy(room.memory, stage.memory[:nbytes], place.device.current())
+            except BaseException:
+                room.tier.free(room)
+                raise
+            entry.last = None
+            entry.last = self._ledger.hold(account, 0, used, room.nbytes)
+        else:
+            return False
+        entry.room = room
+        stage.tier.free(stage)
+        return True
+
+
+def _roomy(nbytes: int) -> int:
+    """Round up by at most a sixteenth, so that few sizes occur and pools find free buffers of a size."""
+    grain = max(ALIGN, 1 << max(0, nbytes.bit_length() - 5))
+    return round_up(nbytes, grain)
+
+
+TIMED_STEPS = 8  # steps with timed copies after a change of their order; also the interval of later ones
 
 E = TypeVar("E", bound=Payload)
 
@@ -56,9 +163,11 @@ class Store:
         self._started_ns = 0  # start of the current step
         self.step_ns = 0  # duration of the last step
         self._forward = ForwardPass()  # the last one that began
+        self._timed, self._timed_until = True, TIMED_STEPS  # whether copies are timed, and up to which step all are
+        self._overrun_ms = 0.0  # of the last step with timed copies
 
-    def open(self, device: torch.device | None, tiers: Iterable[str]) -> None:
-        """Open tiers now, so that a faulty tier fails now.
+    def open(self, device: torch.device | None, tiers: Iterable[str] = (), codecs: Iterable[Codec] = ()) -> None:
+        """Open tiers now, and look for the packages of codecs, so that what is missing fails now.
 
         Parameters
         ----------
@@ -67,7 +176,10 @@ class Store:
         Raises
         ------
         ConfigError : the disk tier's folder is missing or cannot be written
+        KernelUnavailable : a codec needs a package that is not installed
         """
+        for codec in codecs:
+            codec.require()
         if device is not None:
             self.place(device).tier("device")
         disk = self.options.tiers.get("disk")
@@ -247,9 +359,29 @@ class Store:
         self.step_ns, self._started_ns = now - (self._started_ns or now), now
         self.steps += 1
         self.poll()
-        self.ledger.start()
+        if self._timed:
+            self._overrun_ms = self._overran_ms()
+        self._timed = self._times()
+        self.ledger.start(timed=self._timed)
         for place in list(self._places.values()):
-            place.start(self.steps)
+            place.start(self.steps, timed=self._timed)
+
+    def _times(self) -> bool:
+        """Return whether the copies of this step are timed: on an accelerator that costs the host several calls each.
+
+        They are until the order of payloads has been the same for some steps, then in every few steps, and for a trace.
+        """
+        places = list(self._places.values())
+        if any(place.engine.differed for place in places):
+            self._timed_until = self.steps + TIMED_STEPS
+        free = all(place.device.on_host for place in places)
+        return free or self.trace is not None or self.steps <= self._timed_until or self.steps % TIMED_STEPS == 0
+
+    def _overran_ms(self) -> float:
+        """Return the time from the end of the last forward to that of its last copy out."""
+        span, place = self._forward.span, self._forward.place
+        found = span.span() if span is not None and place is not None and span.ready() else None
+        return max(0, place.engine.left_ns() - found[1]) / 1e6 if found and place is not None else 0.0
 
     def _prove(self, *, wait: bool = False) -> None:
         """Raise the error of a payload that differs, where backward read it before the device had compared it."""
@@ -284,8 +416,6 @@ class Store:
         first = not self.step_ns
         places, options, span = list(self._places.values()), self.options, self._forward.span
         begin, end = (span.span() if span is not None and span.ready() else None) or (0, 0)
-        place = self._forward.place
-        overrun = 0 if place is None or not end else max(0, place.engine.left_ns() - end)
         window = max((place.engine.window_nbytes for place in places), default=0)
         bounds = [place.engine.bound_nbytes(run) for place, run in self._forward.runs.items()]
         return Circumstances(
@@ -294,7 +424,7 @@ class Store:
             step_ms=(perf_counter_ns() - self._started_ns if first else self.step_ns) / 1e6,
             first_step=first,
             forward_ms=(end - begin) / 1e6,
-            overrun_ms=overrun / 1e6,
+            overrun_ms=self._overran_ms() if self._timed else self._overrun_ms,
             window_nbytes=window,
             bound_nbytes=window if first else min(bounds, default=window),
             keeps_when_full=options.window.when_full == "keep",

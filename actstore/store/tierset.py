@@ -121,9 +121,9 @@ class TierSet:
                 return berth
         return None
 
-    def start(self, step: int) -> None:
-        """Begin a step: return memory that the last step did not need."""
-        self.engine.start(step)
+    def start(self, step: int, *, timed: bool) -> None:
+        """Begin a step, with `timed` copies or without: return memory that the last step did not need."""
+        self.engine.start(step, timed=timed)
         for tier in list(self._open.values()):
             tier.trim()
 

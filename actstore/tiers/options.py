@@ -240,7 +240,9 @@ class Window:
     ----------
     nbytes : limit of the bytes on their way to one tier at once, and of those fetched ahead in backward. From the
         second step on the bound is a third of the moved bytes where that is less (4 MiB at least), unless there is a
-        budget. None for 256 MiB, or 32 MiB where the compute device is a CPU
+        budget. None for 256 MiB, or 32 MiB where the compute device is a CPU. With None, on a GPU and without a
+        budget, more bytes come back early where the link was idle while compute waited: link rate times the longest
+        such time, at most an eighth of the moved bytes, and half of the memory that no step has needed
     when_full : what a tensor does when the window is full. "wait": the compute stream waits for the oldest copy (the
         host waits too where the tier is a disk); "keep": it stays on the device, encoded; "spill": it goes to the next
         tier of its ladder, and waits at the last one

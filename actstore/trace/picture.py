@@ -13,8 +13,7 @@ from matplotlib.patches import Patch
 from actstore.base.units import format_nbytes
 from actstore.display import pictures as look
 from actstore.trace import Event, Trace
-from actstore.trace.spans import Spans, union
-from actstore.trace.summary import Lane, Summary, format_ms, format_percent
+from actstore.trace.summary import Lane, Spans, Summary, format_ms, format_percent, union
 
 AXIS_PIXELS = 2000  # of the time axis; events that lie closer together are one bar
 MAX_BARS = 300  # of one kind in one lane; more events are drawn as the part of each bin that they fill
@@ -133,7 +132,7 @@ def _subtitle(trace: Trace, step: int | None) -> str:
 
 
 def _dress(axes: Axes, lanes: tuple[Lane, ...], summary: Summary, subtitle: str, length_ns: int) -> None:
-    words = summary.words
+    words = "; ".join(filter(None, (summary.bound, summary.words)))
     look.heading(axes, words[:1].upper() + words[1:], subtitle)
     axes.set_xlabel("milliseconds from the first event")
     axes.set_xlim(0, length_ns / 1e6 or 1)

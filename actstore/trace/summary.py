@@ -6,7 +6,50 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actstore.trace.event import COMPUTE, COPIES, WORK, Event, order_of
-from actstore.trace.spans import Spans, difference, intersection, total, union
+
+Spans = list[tuple[int, int]]
+
+
+def union(spans: Iterable[tuple[int, int]], gap: int = 0) -> Spans:
+    """Return all moments in any of the spans. Spans at most `gap` apart merge; empty spans hold no moment."""
+    merged: Spans = []
+    for begin, end in sorted(spans):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1] + gap:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(left: Spans, right: Spans) -> Spans:
+    """Return the moments in both."""
+    both: Spans = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if begin < end:
+            both.append((begin, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+def difference(left: Spans, right: Spans) -> Spans:
+    """Return the moments in `left` that are not in `right`."""
+    if not left:
+        return []
+    edges = [left[0][0], *(edge for span in right for edge in span), left[-1][1]]
+    return intersection(left, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def total(spans: Spans) -> int:
+    """Return the total length in nanoseconds."""
+    return sum(end - begin for begin, end in spans)
 
 
 @dataclass(frozen=True)
@@ -75,6 +118,14 @@ class Summary:
     def hidden(self) -> float | None:
         """Part of the copies' time in which compute did not wait, 0 to 1; None where nothing was copied."""
         return 1 - self.exposed_ns / self.copy_ns if self.copy_ns else None
+
+    @property
+    def bound(self) -> str:
+        """Limit of the step, compute or the links, as words: "links 81 % busy"."""
+        if self.span_ns <= 0:
+            return ""
+        name, busy_ns = max(("compute", self.compute_ns), ("links", self.copy_ns), key=lambda pair: pair[1])
+        return f"{name} {format_percent(min(1.0, busy_ns / self.span_ns))} busy"
 
     @property
     def words(self) -> str:

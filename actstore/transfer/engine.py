@@ -53,7 +53,8 @@ class Engine:
     ----------
     device : the device of the payloads
     ledger : the books of bytes by place
-    window_nbytes : bound on bytes that leave for one tier at once, and on bytes fetched ahead; None for a default
+    window_nbytes : bound on bytes that leave for one tier at once, and on bytes fetched ahead; None for a default,
+        which the bytes fetched ahead exceed where the link was idle while compute waited
     trace : the record of each copy and each stall, if any
     poison : see Buffers
     """
@@ -69,6 +70,7 @@ class Engine:
     ) -> None:
         self._small_nbytes = SMALL_NBYTES * (1 if device.on_host else ACCELERATOR_FACTOR)
         self._parcel_nbytes = most_parcel_nbytes(on_host=device.on_host)
+        self._follows = window_nbytes is None and not device.on_host  # whether the bound grows with bursts
         window_nbytes = window_nbytes or (HOST_WINDOW_NBYTES if device.on_host else DEVICE_WINDOW_NBYTES)
         self._device = device
         self._traffic = traffic = Traffic(device, ledger, window_nbytes, Timekeeper(ledger, trace), poison=poison)
@@ -251,7 +253,7 @@ class Engine:
             parcel.run.ask(berth.serial)
             if missed:
                 self._traffic.fetch(parcel)
-                account.misses += 1
+                account.misses += self._device.timing
             self._traffic.use(parcel, 1)
             arrival, buffer = None, parcel.buffer
             awaited = parcel.fetched and stream in parcel.reads  # by the decoding of another payload
@@ -337,6 +339,7 @@ class Engine:
     def resize(self, window_nbytes: int) -> None:
         """Set the bound on bytes that are on their way to one tier, and on bytes fetched ahead."""
         with self._lock:
+            self._follows = False
             self._traffic.quota.resize(window_nbytes)
 
     def widen(self) -> None:
@@ -349,13 +352,22 @@ class Engine:
         with self._lock:
             self._traffic.times.expect(kind, ticket, "", shares)
 
-    def start(self, step: int) -> None:
-        """Begin a step: return memory that the last step did not need."""
+    def start(self, step: int, *, timed: bool = True) -> None:
+        """Begin a step, with `timed` copies or without: return memory that the last step did not need."""
         with self._lock:
             self._tidy()
-            self._traffic.times.step = step
+            self._widen(step)
+            self._device.time(timing=timed)
             self._traffic.buffers.trim()
             self._lessons.differed = ""
+
+    def _widen(self, step: int) -> None:
+        """Let more bytes come back early where the link was idle while compute waited, by half of what is free."""
+        quota = self._traffic.quota
+        now = quota.back_nbytes
+        wanted = self._traffic.times.start(step, now, changed=bool(self._lessons.differed))
+        if self._follows and wanted > now:
+            quota.widen(min(wanted, now + self._device.spare_nbytes() // 2))
 
     def left_ns(self) -> int:
         """Return the end of the last copy out, on the clock of `perf_counter_ns`; the present while one runs."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from actstore.base.ledger import Account, Ledger
 from actstore.base.ticket import Ticket
 from actstore.trace import Kind, Trace
+from actstore.transfer.bursts import Bursts
 
 _BOOKED = ("offload", "fetch", "stall")
 
@@ -36,6 +37,7 @@ class Timekeeper:
         self._trace = trace
         self._pending: dict[Kind, deque[_Pending]] = {}  # each kind completes in order
         self.step = 0  # of training, for the trace
+        self._bursts: dict[int, Bursts] = {}  # of the last steps
         self._left_ns = 0
 
     def expect(
@@ -60,6 +62,22 @@ class Timekeeper:
             _Pending(kind, ticket, tier, self.step, shares, judged, for_room)
         )
 
+    def start(self, step: int, limit_nbytes: int, *, changed: bool) -> int:
+        """Begin a step; return the bound on bytes in transit that the copies back of the last two ask for.
+
+        Parameters
+        ----------
+        limit_nbytes : the bound in this step
+        changed : whether the last step had another order than the one before: it asks for nothing
+        """
+        if changed:
+            self._bursts.pop(self.step, None)
+        self._bursts = {last: bursts for last, bursts in self._bursts.items() if last >= self.step - 1}
+        wanted = max((bursts.wanted_nbytes() for bursts in self._bursts.values()), default=0)
+        self.step = step
+        self._bursts[step] = Bursts(limit_nbytes)
+        return wanted
+
     def left_ns(self) -> int:
         """Return the end of the last copy out, on the clock of `perf_counter_ns`; the present while one runs."""
         return perf_counter_ns() if self._pending.get("offload") else self._left_ns
@@ -83,6 +101,11 @@ class Timekeeper:
         total = sum(nbytes for _, nbytes in shares)
         if kind == "offload":
             self._left_ns = max(self._left_ns, end)
+        bursts = self._bursts.get(found.step)
+        if bursts is not None and kind == "fetch":
+            bursts.copied(begin, end, total)
+        elif bursts is not None and kind == "stall" and not found.for_room:
+            bursts.stalls.append((begin, end - begin))
         if kind in _BOOKED:
             booked = "room" if found.for_room else kind
             for account, nbytes in shares:

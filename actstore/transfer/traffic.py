@@ -128,7 +128,8 @@ class Traffic:
                 raise
             self.strand(parcel, error if isinstance(error, ActstoreError) else TransferError(str(error)))
             return
-        self.times.expect("offload", parcel.motion, parcel.tier.name, parcel.shares())
+        if self.device.timing:
+            self.times.expect("offload", parcel.motion, parcel.tier.name, parcel.shares())
 
     def land(self, parcel: Parcel) -> None:
         """Complete a copy out. The bytes have left the buffer, or the compute stream waits until they have."""
@@ -186,7 +187,8 @@ class Traffic:
         self.quota.weigh(parcel)
         self.fetching.append(parcel)
         self.book(parcel, here=True)
-        self.times.expect("fetch", motion, parcel.tier.name, parcel.shares())
+        if self.device.timing:
+            self.times.expect("fetch", motion, parcel.tier.name, parcel.shares())
 
     def lendable(self, berth: Berth) -> bool:
         parcel = berth.parcel
@@ -242,8 +244,9 @@ class Traffic:
 
     def count_in_time(self, account: Account) -> None:
         """Count bytes that were on the device before backward asked for them."""
-        self.ledger.judge(account, late=False)
-        self.quota.lookahead.in_time()
+        if self.device.timing:  # else one that is late is not noticed either
+            self.ledger.judge(account, late=False)
+            self.quota.lookahead.in_time()
 
     def look_ahead(self, run: TransferRun[Berth]) -> None:
         """Fetch the payloads that backward is expected to read next, within the bounds."""

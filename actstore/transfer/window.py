@@ -11,6 +11,7 @@ from actstore.transfer.order import TransferRun
 from actstore.transfer.parcel import Berth, Parcel, ParcelState
 
 BOUND_DIVISOR = 3  # a third of the bytes that forwards move may wait on the device
+BURST_DIVISOR = 8  # an eighth may come back early, beyond the window, where the link was idle
 MIN_BOUND_NBYTES = 4 * 2**20  # less frees little memory, and its many small copies cost time
 
 _AWAY = ParcelState.RESIDENT, ParcelState.DROPPED
@@ -88,6 +89,7 @@ class Quota:
     ----------
     windows : by tier, the parcels that leave for it
     lookahead : bound on the bytes that stay for backward, or come back, before backward asks for them
+    back_nbytes : maximum of that bound
     runs : runs with live payloads
     nbytes : size of the parcels that wait
     """
@@ -95,7 +97,7 @@ class Quota:
     def __init__(self, ledger: Ledger, window_nbytes: int, *, in_turn: bool) -> None:
         self._ledger = ledger
         self._in_turn = in_turn
-        self.window_nbytes = window_nbytes
+        self.window_nbytes = self.back_nbytes = window_nbytes
         self.windows: dict[Tier, FlightWindow] = {}
         self.lookahead = Lookahead(window_nbytes)
         self.runs: set[TransferRun[Berth]] = set()
@@ -104,7 +106,12 @@ class Quota:
     def resize(self, window_nbytes: int) -> None:
         """Set the bound on bytes that leave for one tier at once, and on bytes that come back early."""
         self.window_nbytes = window_nbytes
-        self.lookahead.resize(window_nbytes)
+        self.widen(window_nbytes)
+
+    def widen(self, back_nbytes: int) -> None:
+        """Set the bound on bytes that come back early, alone."""
+        self.back_nbytes = back_nbytes
+        self.lookahead.resize(back_nbytes)
 
     def window(self, tier: Tier) -> FlightWindow:
         """Return the window of a tier."""
@@ -113,15 +120,18 @@ class Quota:
             window = self.windows[tier] = FlightWindow()
         return window
 
-    def limit_nbytes(self, run: TransferRun[Berth]) -> int:
+    def limit_nbytes(self, run: TransferRun[Berth], *, back: bool = False) -> int:
         """Return the bound: the window, or a third of what `run` and the other runs move, as far as that is known.
 
-        Under a budget of all that is held it is the window, because the budget bounds the sum.
+        Under a budget of all that is held it is the window, because the budget bounds the sum. `back` bounds the bytes
+        that come back early.
         """
         if self._ledger.budget.limit < inf:
             return self.window_nbytes
         others = sum(other.moved_nbytes for other in self.runs if other.berths and other is not run)
-        return int(min(self.window_nbytes, max(MIN_BOUND_NBYTES, (run.moved_nbytes + others) / BOUND_DIVISOR)))
+        moved = run.moved_nbytes + others
+        window = max(self.window_nbytes, min(self.back_nbytes, moved / BURST_DIVISOR)) if back else self.window_nbytes
+        return int(min(window, max(MIN_BOUND_NBYTES, moved / BOUND_DIVISOR)))
 
     def may_leave(self, run: TransferRun[Berth], tier: Tier, nbytes: int) -> bool:
         """Return whether `nbytes` of `run` may begin to leave for `tier`, beside the bytes that leave and that stay."""
@@ -138,7 +148,7 @@ class Quota:
         waiting = self.lookahead.nbytes
         if self._in_turn:
             waiting += sum(window.nbytes for window in self.windows.values())
-        return self.lookahead.admits(nbytes) and (not waiting or waiting + nbytes <= self.limit_nbytes(run))
+        return self.lookahead.admits(nbytes) and (not waiting or waiting + nbytes <= self.limit_nbytes(run, back=True))
 
     def begin(self, run: TransferRun[Berth]) -> None:
         """Count `run` from its first payload on, and let at most half of its bound stay for backward."""

@@ -49,7 +49,8 @@ class Experts(nn.Module):
                 out = out + expert(tokens) * (weights * (chosen == number)).sum(-1, keepdim=True)
             else:
                 token, place = (chosen == number).nonzero(as_tuple=True)  # one entry for each token that chose it
-                out = out.index_add(0, token, expert(tokens[token]) * weights[token, place].unsqueeze(-1))
+                found = expert(tokens[token]) * weights[token, place].unsqueeze(-1)
+                out = out.index_add(0, token, found.to(out.dtype))  # autocast has another
         return out.view_as(x)
 
 

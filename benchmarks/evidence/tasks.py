@@ -23,8 +23,7 @@ from actstore import ActivationStore, Bits
 from actstore.bench.workloads import digits, text
 from actstore.bench.workloads.gpt import GPT
 from actstore.bench.workloads.job import fix_seed
-from actstore.bench.workloads.llama import Llama
-from actstore.bench.workloads.lora import adapt
+from actstore.bench.workloads.llama import Llama, adapt
 from actstore.bench.workloads.lstm import LSTM
 from actstore.bench.workloads.resnet import ResNet
 from actstore.bench.workloads.vit import ViT

@@ -33,8 +33,8 @@ def written(page: str, text: str) -> str:
 
 def _table(page: str, name: str, old: str) -> str:
     if name in TABLES:
-        header, rows = TABLES[name]()
-        return "\n".join(table(header, rows)) + "\n"
+        first, _, *rest = table(*TABLES[name]())
+        return "\n".join([first, old.splitlines()[1], *rest]) + "\n"  # the page aligns the columns
     lines = old.splitlines()
     header = [cell.strip() for cell in lines[0].strip("|").split("|")]
     return "\n".join([*lines[:2], *(_filled(page, name, header, each) for each in lines[2:])]) + "\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from benchmarks.figures.tables import COLUMNS, H100, file, runs
+from benchmarks.figures.tables import COLUMNS, EPYC, H100, file, runs
 
 SENTENCES: dict[str, tuple[str, ...]] = {
     "README.md": (
@@ -40,6 +40,7 @@ SENTENCES: dict[str, tuple[str, ...]] = {
         "lossy codecs decode float32 at {h100 slowest decode} to {h100 fastest decode} % of a device copy",
     ),
     "docs/guide/process-memory.md": ("plain PyTorch saves {gpt-batch-48|plain|saved} MiB of activations",),
+    "docs/guide/run.md": ("the peak of the process is within {run peaks} % of that with `with store:`",),
     "docs/guide/compile.md": (
         "took {h100 graphs|int8|step time, plain = 1} times as long with `int8` as plain compilation, and held "
         "{h100 int8 held} of its bytes",
@@ -86,6 +87,7 @@ def _decodes() -> list[float]:
 
 
 FIGURES: dict[str, Callable[[], str]] = {  # that are not in a table of runs
+    "run peaks": lambda: f"{100 * max(abs(peak - 1) for peak in file(f'{EPYC}/overhead')['peaks'].values()):.1f}",
     "h100 weights and gradients": lambda: f"{2 * _part('llama')['parameter_bytes'] / 2**30:.1f}",
     "h100 link": lambda: f"{_part('llama')['link']['device_to_host']:.0f}",
     "h100 both ways": lambda: f"{_part('transfer')['ceilings']['both_ways']['gbps']:.0f}",

@@ -134,6 +134,56 @@ def costs() -> tuple[list[str], Lines]:
     return ["policy", *header], lines
 
 
+def today() -> tuple[list[str], Lines]:
+    """What people use today, and what a policy has in its place: the GPT on the EPYC, the Llama on the H100."""
+    gpt, gpu = runs("gpt"), runs("h100 llama")
+
+    def on_cpu(name: str) -> str:
+        row = gpt[name]
+        return f"{row['ratio']:.2f}, {mib(row['held_bytes'])}" + ("" if row["bit_equal"] else f", error {error(row)}")
+
+    def on_gpu(name: str) -> str:
+        return f"{gpu[name]['ratio']:.2f}, {gib(gpu[name]['peak_bytes'])}"
+
+    recompute = f"`recompute` alone is better: {on_gpu('recompute')}"
+    peaks = [f"{gpt[name]['peak_bytes'] / 2**20:,.0f}" for name in ("auto 50 %", "compile, budget 0.5")]
+    budget = gpt["compile, budget 0.5"]
+    lines = [
+        [
+            f"`torch.utils.checkpoint` of each block: {on_cpu('torch checkpoint')}",
+            f"`recompute`: {on_cpu('recompute')}",
+            f"no edits of the model. On the H100 attention can stay: {on_gpu('attention kept')}, in place of "
+            f"{on_gpu('torch checkpoint')}",
+        ],
+        [
+            f"selective checkpoint: {on_cpu('selective checkpoint')}",
+            f"`derive`: {on_cpu('derive')}",
+            "no edits of the model; neither time nor memory",
+        ],
+        [
+            f"`torch.compile`, memory budget 0.5: {budget['ratio']:.2f}, {mib(budget['held_bytes'])}",
+            f"`auto`, 50 %: {on_cpu('auto 50 %')}",
+            f"a budget in bytes, and gradients bit for bit; the process needs more: {peaks[0]} MiB, not {peaks[1]}",
+        ],
+        [
+            f"bitsandbytes' 8-bit blocks: {on_cpu('bitsandbytes 8-bit')}",
+            f"`int8`: {on_cpu('int8')}",
+            "time, and a smaller error",
+        ],
+        [
+            f"`save_on_cpu`, pinned, on the H100: {on_gpu('save_on_cpu')}",
+            f"`raw @ host`: {on_gpu('raw @ host')}",
+            f"copies overlap with compute; {recompute}",
+        ],
+        [
+            "offload of Transformers or TRL: not measured",
+            f"`recompute(raw @ host)` on the H100: {on_gpu('recompute(raw @ host)')}",
+            f"any model; at eight blocks {recompute}",
+        ],
+    ]
+    return ["what you use today: step time, held", "with actstore", "what you gain, or do not"], lines
+
+
 def lossy_codecs() -> tuple[list[str], Lines]:
     """Errors and speeds of lossy codecs on the EPYC."""
     found = {(row["codec"], row["dtype"]): row for row in file(f"{EPYC}/codecs")["rows"]}
@@ -189,6 +239,18 @@ def exceptions() -> tuple[list[str], Lines]:
         said = "the same plan" if row["ratio"] is None else f"{row['ratio']:.3f} (predicted {predicted:.3f})"
         lines.setdefault(row["model"], [row["model"]]).append(said)
     return ["model", "25 %", "40 %", "60 %"], list(lines.values())
+
+
+def long_contexts() -> tuple[list[str], Lines]:
+    """Peaks and times of steps with a long context and a large vocabulary."""
+    lines = []
+    for run in file(f"{EPYC}/long")["runs"]:
+        for row in run["rows"]:
+            ratios = [f"{row[name]:.2f}" if name in row else "" for name in ("peak", "time")]
+            lines.append(
+                [f"`{run['workload']['model']}`", row["name"], f"{row['peak_bytes'] / 2**20:,.0f} MiB", *ratios]
+            )
+    return ["model", "row", "peak", "peak, recompute = 1", "time, recompute = 1"], lines
 
 
 def encoded() -> tuple[list[str], Lines]:
@@ -352,11 +414,13 @@ def experts() -> tuple[list[str], Lines]:
 
 TABLES: dict[str, Callable[[], tuple[list[str], Lines]]] = {
     "costs": costs,
+    "today": today,
     "codecs": lossy_codecs,
     "exact codecs": exact_codecs,
     "plans": plans,
     "exceptions": exceptions,
     "encoded": encoded,
+    "long": long_contexts,
     "compiled": compiled,
     "compiled beside PyTorch": compiled_rival,
     "compiled with a disk": compiled_disk,

@@ -7,7 +7,7 @@ and without a store. Gradients are compared bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -61,16 +61,19 @@ class Chain:
 
     def step(self, store: ActivationStore | None = None) -> torch.Tensor:
         """Run forward and backward; return the gradient of the input."""
-        self.x.grad = None
-        with nullcontext() if store is None else store:
-            x = self.x * 1  # only the graph holds what a layer saves
-            for _ in range(self.layers):
-                x = _Layer.apply(x, self.weight, self.products)  # type: ignore[no-untyped-call]  # torch's
-            loss = x.sum()
-        loss.backward()
+        self.forward(nullcontext() if store is None else store).backward()  # type: ignore[no-untyped-call]  # torch's
         grad: Any = self.x.grad
         assert isinstance(grad, torch.Tensor)
         return grad
+
+    def forward(self, context: AbstractContextManager[Any]) -> torch.Tensor:
+        """Run forward within `context`; return the loss."""
+        self.x.grad = None
+        with context:
+            x = self.x * 1  # only the graph holds what a layer saves
+            for _ in range(self.layers):
+                x = _Layer.apply(x, self.weight, self.products)  # type: ignore[no-untyped-call]  # torch's
+            return x.sum()
 
     def balance(self, factor: float, transfer_ms: float) -> None:
         """Set `products` so that a layer computes for about `factor` times `transfer_ms`."""
@@ -193,7 +196,7 @@ def steady(chain: Chain, policy: str, steps: int = 20, **options: Any) -> dict[s
         return {
             "steps": steps,
             "allocated": {name: after[name] - before[name] for name in after},
-            "pinned_segments": [nbytes for arena in _arenas(store) for nbytes in arena],
+            "pinned_segments": [nbytes for arena in pinned_segments(store) for nbytes in arena],
         }
     finally:
         store.close()
@@ -201,14 +204,14 @@ def steady(chain: Chain, policy: str, steps: int = 20, **options: Any) -> dict[s
 
 def _counters(store: ActivationStore, device: str) -> Iterator[tuple[str, int]]:
     yield "engine buffers", sum(place.engine._traffic.buffers.allocated for place in store._store._places.values())
-    yield "pinned segments", sum(map(len, _arenas(store)))
+    yield "pinned segments", sum(map(len, pinned_segments(store)))
     if device != "cpu":
         stats = torch.cuda.memory_stats()
         for name in ("num_device_alloc", "num_alloc_retries", "segment.all.allocated"):
             yield name, stats.get(name, 0)
 
 
-def _arenas(store: ActivationStore) -> list[list[int]]:
+def pinned_segments(store: ActivationStore) -> list[list[int]]:
     """Return the sizes of the pinned segments of each host tier."""
     tiers = [tier for place in store._store._places.values() for tier in place._open.values()]
     arenas = [tier._arena for tier in tiers if hasattr(tier, "_arena")]

@@ -2,7 +2,8 @@
 
 Width 4096, 32 heads, 8 key-value heads, SwiGLU of 14336, one sequence of 8,192 tokens, weights and activations in
 bfloat16. A step is forward and backward; each has a plain step right before or after it, in turn. All rows run in one
-process on one model; figures are medians. The results so far are written after each row.
+process on one model; figures are medians. The results so far are written after each row. ``--lora`` has all
+32 layers of the model and the vocabulary of Llama 3, frozen but for adapters, and the rows that say more there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import gc
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,10 +22,11 @@ from actstore import ActivationStore
 from actstore.bench.trainer import relative_error
 from actstore.errors import CapacityError
 from benchmarks.gpu import place as gpu_place
+from benchmarks.gpu.chain import pinned_segments
 from benchmarks.gpu.device import ceilings
 from benchmarks.gpu.llama_model import Job, Sizes, deterministic
-from benchmarks.gpu.llama_rows import KEEP, PLAIN, ROWS, Enter, Row, entered
-from benchmarks.gpu.place import Place, Sheet, medians
+from benchmarks.gpu.llama_rows import KEEP, LORA_ROWS, PLAIN, ROWS, Enter, Row, entered
+from benchmarks.gpu.place import Sheet, medians
 
 WARMUP, REPEATS = 3, 5  # steps; the first allocates and compiles, the second knows the order
 SETTLE_S, SETTLE_STEPS = 40.0, 96  # for "auto" to measure and plan
@@ -36,6 +37,7 @@ SKIPPED_IN_DRY_RUN = (
     "int8",
     "recompute(raw @ host)",
 )  # left out of a dry run, which has similar rows
+ENERGY_S = 1.0  # of steps: the counter of energy moves ten times a second
 LEAST_BUDGET_FACTOR = 1.01  # times the least possible budget, where a share is refused
 REPORT_FIELDS = ("saved_bytes", "stored_bytes", "peak_held_bytes", "offload_ms", "fetch_ms", "stall_ms")
 
@@ -43,22 +45,29 @@ Found = dict[str, Any]
 
 
 class Bench:
-    """One job, its plain gradients, and the figures found.
+    """One job, its plain gradients, and the figures found. Gradients that two plain steps repeat are compared.
 
     Attributes
     ----------
     found : the figures as they are written
     """
 
-    def __init__(self, place: Place, sizes: Sizes, sheet: Sheet) -> None:
-        self.place, self.job, self.sheet = place, Job(place, sizes), sheet
+    def __init__(self, job: Job, sheet: Sheet) -> None:
+        self.place, self.job, self.sheet = job.place, job, sheet
+        place = job.place
         self.found = sheet.found
-        self.found |= {"dry_run": not place.on_gpu, "sizes": asdict(sizes)}
+        self.found |= {"dry_run": not place.on_gpu, **job.about}
         self.found["parameter_bytes"] = self.job.parameter_nbytes
         self.found["link"] = {name: flow["gbps"] for name, flow in ceilings(place).items() if name != "nbytes"}
-        for _ in range(2):
-            self.job.step(nullcontext())
+        self.job.step(nullcontext())
+        first = [g.clone() for g in self.job.gradients()]
+        self.job.step(nullcontext())
         self._expected = [g.clone() for g in self.job.gradients()]
+        if not all(bool(grad.isfinite().all()) for grad in first):
+            raise RuntimeError("the gradients of a plain step are not finite")
+        self._repeats = [torch.equal(a, b) for a, b in zip(first, self._expected, strict=True)]
+        self.found["unrepeated"] = self._repeats.count(False)
+        del first
         self._plain: list[Found] = []
         gc.freeze()  # each sample collects what steps have left
 
@@ -115,11 +124,13 @@ class Bench:
         return {"settled_after": steps}
 
     def _measured(self, enter: Enter, store: ActivationStore | None) -> Found:
-        for _ in range(WARMUP):
+        first_ms = self.place.elapsed_ms(lambda: self.job.step(enter()))
+        for _ in range(WARMUP - 1):
             self.job.step(enter())
         found = self.job.gradients()
         error = relative_error(found, self._expected)
-        equal = all(torch.equal(a, b) for a, b in zip(found, self._expected, strict=True))
+        pairs = zip(found, self._expected, self._repeats, strict=True)
+        equal = all(torch.equal(a, b) for a, b, repeats in pairs if repeats)
         del found
         samples = []
         for repeat in range(self.place.sized(REPEATS, 2)):
@@ -129,22 +140,34 @@ class Bench:
             self._plain.append(pair["plain"])
             samples.append(pair["row"] | {"ratio": pair["row"]["step_ms"] / pair["plain"]["step_ms"]})
         figures: Found = {"grad_error": error, "equal": equal, **medians(samples), "samples": samples}
-        if self.place.on_gpu:
-            figures["reserved_bytes"] = self._reserved(enter)
+        figures["first_ms"] = first_ms
+        if store is not None and (pinned := sum(map(sum, pinned_segments(store)))):
+            figures["pinned_bytes"] = pinned
+        figures |= self._reserved(enter)
         if store is not None and (plan := store.plan) is not None:
             figures |= {"predicted_ms": plan.predicted.step, "predicted_bytes": int(plan.predicted.peak)}
-            figures |= {"bound_ms": plan.bound, "policy": plan.text}
+            figures |= {"bound_ms": plan.bound, "policy": plan.text, "rival": plan.rival}
         return figures
 
-    def _reserved(self, enter: Enter) -> int:
-        """Return the peak of what the allocator takes for two steps, without memory that plain steps have left."""
+    def _reserved(self, enter: Enter) -> Found:
+        """Return the peak of what the allocator takes for some steps, without memory that plain steps have left, and
+        their energy, each where the GPU tells it.
+        """
         self.job.model.zero_grad(set_to_none=True)
         gc.collect()
         self.place.empty_cache()
         self.place.reset_peak()
-        for _ in range(2):
+        before, end, steps = self.place.energy_j(), monotonic() + self.place.sized(ENERGY_S, 0.0), 0
+        while steps < 2 or monotonic() < end:
             self.job.step(enter())
-        return self.place.reserved() - sum(g.nbytes for g in self._expected)
+            self.place.synchronize()
+            steps += 1
+        figures: Found = {}
+        if self.place.on_gpu:
+            figures["reserved_bytes"] = self.place.reserved() - sum(g.nbytes for g in self._expected)
+        if before is not None and (after := self.place.energy_j()) is not None:
+            figures["energy_j"] = (after - before) / steps
+        return figures
 
     def _sample(self, enter: Enter, store: ActivationStore | None) -> Found:
         """Run one step; return milliseconds, bytes, and the store's figures."""
@@ -195,18 +218,27 @@ def _said(figures: Found) -> str:
 def main() -> int:
     parser = gpu_place.parser_of(__doc__)
     parser.add_argument("--plot", type=Path, help="draw memory against time here, and <name>-timeline beside it")
+    parser.add_argument("--lora", action="store_true", help="all layers, frozen but for adapters")
     options = parser.parse_args()
     place = gpu_place.place_of(options)
     deterministic()
-    rows = place.sized(ROWS, tuple(row for row in ROWS if row.name not in SKIPPED_IN_DRY_RUN))
-    bench = Bench(place, Sizes.at(place), Sheet(options.json, [row.name for row in rows]))
+    sizes = Sizes.at(place, lora=options.lora)
+    skipped = place.sized((), SKIPPED_IN_DRY_RUN)
+    rows = tuple(row for row in (LORA_ROWS if options.lora else ROWS) if row.name not in skipped)
+    return run(Job(place, sizes), rows, options.json, options.plot, timeline=not options.lora)
+
+
+def run(job: Job, rows: tuple[Row, ...], path: Path, plot: Path | None, *, timeline: bool) -> int:
+    """Measure the rows, draw them, and return the exit code of the part."""
+    bench = Bench(job, Sheet(path, [row.name for row in rows]))
     found = run_all(bench, rows)
-    if options.plot is not None:
+    if plot is not None:
         try:
             from benchmarks.gpu import llama_plot as gpu_llama_plot
 
-            gpu_llama_plot.scatter(found, options.plot)
-            gpu_llama_plot.step(bench.job, options.plot.with_stem(f"{options.plot.stem}-timeline"))
+            gpu_llama_plot.scatter(found, plot)
+            if timeline:
+                gpu_llama_plot.step(job, plot.with_stem(f"{plot.stem}-timeline"))
         except ImportError as error:
             found["picture"] = f"no picture: {error}"
             bench.sheet.save()

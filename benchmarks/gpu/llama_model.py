@@ -1,23 +1,30 @@
-"""Blocks of an 8B-class Llama, in bfloat16, on the characters of Python's help topics."""
+"""Blocks of an 8B-class Llama, in bfloat16, on the characters of Python's help topics, with adapters if wanted."""
 
 from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from actstore.bench.workloads.llama import adapt
 from actstore.bench.workloads.text import text
 from benchmarks.gpu.place import Place
+
+LAYERS, VOCABULARY = 32, 128256  # of Llama 3 8B
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model, and of a step: one sequence of `tokens`."""
+    """Sizes of the model, and of a step: one sequence of `tokens`. With `lora`, only adapters train.
+
+    `vocabulary` is the number of logits of a token; 0 for one logit for each character of the text.
+    """
 
     layers: int = 8
     width: int = 4096
@@ -25,11 +32,15 @@ class Sizes:
     kv_heads: int = 8
     hidden: int = 14336
     tokens: int = 8192
+    lora: bool = False
+    vocabulary: int = 0
 
     @classmethod
-    def at(cls, place: Place, **changed: int) -> Sizes:
-        sizes = place.sized(cls(), cls(layers=4, width=64, heads=4, kv_heads=2, hidden=192, tokens=64))
-        return replace(sizes, **changed)
+    def at(cls, place: Place, *, lora: bool = False, **changed: int) -> Sizes:
+        """Return the sizes for a scale; with `lora` those of the whole model, as it is fine-tuned."""
+        full = cls(layers=LAYERS, vocabulary=VOCABULARY) if lora else cls()
+        sizes = place.sized(full, cls(layers=4, width=64, heads=4, kv_heads=2, hidden=192, tokens=64))
+        return replace(sizes, lora=lora, **changed)
 
 
 class Attention(nn.Module):
@@ -81,16 +92,27 @@ class Block(nn.Module):
         return found
 
 
+class Loss(nn.Module):
+    """The last layer and the loss: ``loss(hidden, codes)`` is the mean cross entropy."""
+
+    def __init__(self, sizes: Sizes, codes: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, codes, bias=False)
+
+    def forward(self, hidden: Tensor, codes: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(hidden)).float().flatten(0, 1), codes.flatten())
+
+
 class Llama(nn.Module):
     """A Llama: ``model(codes)`` is the mean cross entropy of predicting each character from those before it."""
 
-    def __init__(self, sizes: Sizes, characters: int) -> None:
+    def __init__(self, sizes: Sizes, codes: int) -> None:
         super().__init__()
         self.size = sizes.width // sizes.heads
-        self.embed = nn.Embedding(characters, sizes.width)
+        self.embed = nn.Embedding(codes, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm = nn.RMSNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, characters, bias=False)
+        self.loss = Loss(sizes, codes)
 
     def forward(self, codes: Tensor) -> Tensor:
         x = self.embed(codes[:, :-1])
@@ -100,7 +122,8 @@ class Llama(nn.Module):
             cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), codes[:, 1:].flatten())
+        loss: Tensor = self.loss(x, codes[:, 1:])
+        return loss
 
 
 class Job:
@@ -109,7 +132,8 @@ class Job:
     Attributes
     ----------
     blocks : the repeated parts of the model, in order
-    parameter_nbytes : bytes of the weights; gradients take as much
+    about : sizes, for the figures
+    parameter_nbytes : bytes of the weights; gradients take as much where all train
     """
 
     def __init__(self, place: Place, sizes: Sizes) -> None:
@@ -117,7 +141,12 @@ class Job:
         characters = sorted(set(text()))
         torch.manual_seed(0)
         with torch.device(place.device):
-            self.model = Llama(sizes, len(characters)).bfloat16()
+            self.model = Llama(sizes, max(sizes.vocabulary, len(characters))).bfloat16()
+            if sizes.lora:
+                self.model.requires_grad_(False)
+                adapt(self.model.blocks)
+                self.model.bfloat16()
+        self.about: dict[str, Any] = {"sizes": asdict(sizes)}
         self.blocks = list(self.model.blocks)
         codes = {character: code for code, character in enumerate(characters)}
         self._codes = torch.tensor([codes[character] for character in text()], device=place.device)
@@ -154,9 +183,9 @@ class Job:
         self.backward(loss)
 
 
-def deterministic() -> None:
-    """Make two runs of a step bit-identical."""
+def deterministic(*, warn_only: bool = False) -> None:
+    """Make two runs of a step bit-identical; with `warn_only` where PyTorch can."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with this
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # otherwise PyTorch fills each fresh buffer, and the store writes it again
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

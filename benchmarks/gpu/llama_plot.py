@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actstore.bench.labels import Label, place
+from actstore.bench.plot import Label, place
 from actstore.display import pictures as look
 from actstore.trace import Trace
 from actstore.trace import picture as timeline
@@ -27,7 +27,7 @@ def scatter(found: dict[str, Any], path: Path) -> None:
     rows: list[dict[str, Any]] = [
         row for row in (found["plain"], *found["rows"]) if "step_ms" in row and memory(row) is not None
     ]
-    sizes, unit = found["sizes"], MIB if found["dry_run"] else GIB
+    unit = MIB if found["dry_run"] else GIB
     figure = look.figure(5.6)
     axes = figure.add_subplot()
     for kind, drawn in look.KINDS.items():
@@ -37,9 +37,8 @@ def scatter(found: dict[str, Any], path: Path) -> None:
             axes.scatter(x, y, s=64, color=drawn.color, marker=drawn.marker, label=drawn.label, zorder=3)
     look.heading(
         axes,
-        "Llama blocks: memory against time",
-        f"{sizes['layers']} layers, width {sizes['width']}, {sizes['tokens']} tokens, bfloat16"
-        + ("; a dry run on a CPU" if found["dry_run"] else ""),
+        f"{found.get('title', 'Llama blocks')}: memory against time",
+        said(found) + ("; a dry run on a CPU" if found["dry_run"] else ""),
     )
     axes.set_xlabel("milliseconds of a step (further left is faster)")
     what = "held at the end of forward" if found["dry_run"] else "peak of the allocator, weights and gradients included"
@@ -52,6 +51,15 @@ def scatter(found: dict[str, Any], path: Path) -> None:
     figure.draw_without_rendering()
     place(axes, [Label(r["name"], r["step_ms"], (memory(r) or 0) / unit, look.KINDS[_kind(r)].color) for r in rows])
     figure.savefig(path)
+
+
+def said(found: dict[str, Any]) -> str:
+    """Return the sizes of a model."""
+    if "said" in found:
+        return str(found["said"])
+    sizes = found["sizes"]
+    lora = ", frozen but for adapters" if sizes.get("lora") else ""
+    return f"{sizes['layers']} layers, width {sizes['width']}, {sizes['tokens']} tokens, bfloat16{lora}"
 
 
 def _kind(row: dict[str, Any]) -> str:

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from benchmarks.gpu import context, graphs, llama_rows
+from benchmarks.gpu import context, curves, exact, graphs, llama_rows, transfer
+from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import page_llama as gpu_page_llama
 from benchmarks.gpu import page_transfer as gpu_page_transfer
+from benchmarks.gpu.parts import CODECS, COMPILED, LIMITS_GIB, TESTS
 from benchmarks.gpu.verdicts import verdicts
 from benchmarks.markdown import cell, table
+from benchmarks.suite import convergence
 
 MIB = 2**20
 
 
 def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
-    """Return the page of one GPU; each part has its date and versions.
+    """Return the page of one GPU; each part has its date and versions. Figures of another device are not shown.
 
     Parameters
     ----------
     pictures : files beside the page, by their title in the part
     """
+    parts = {
+        name: part
+        for name, part in found["parts"].items()
+        if found["dry_run"] or part["environment"].get("gpu") == found["gpu"]
+    }
     dry = "**A dry run on a CPU: it shows that everything runs. No figure here is of a GPU.**"
     lines = [dry, ""] if found["dry_run"] else []
     title = "Dry run of the GPU suite" if found["dry_run"] else found["gpu"]
     lines += [f"# {title}", "", "Written by `make gpu`; how each figure is measured: [README](../README.md).", ""]
-    lines += ["## Verdicts", "", *_verdicts(found["parts"]), ""]
+    lines += ["## Verdicts", "", *_verdicts(parts), ""]
+    lines += _waiting(parts)
     for file, words in _PICTURES.items():
         if file in pictures:
             lines += [f"![{words}]({pictures[file]})", ""]
-    for name in [name for name in _TITLES if name in found["parts"]]:
-        part = found["parts"][name]
+    for name in [name for name in _TITLES if name in parts]:
+        part = parts[name]
         env, figures = part["environment"], part["figures"]
         lines += [f"## {_TITLES[name]}", ""]
         if part["status"] != "ok":
@@ -45,13 +54,27 @@ def page(found: dict[str, Any], pictures: dict[str, str]) -> str:
             lines += [*_PAGES[name](figures), ""]
         elif part["status"] == "ok":
             lines += [part["said"], ""]
-        rows = figures["rows"] if figures and name in _ROWS else []
-        waiting = _ROWS.get(name, set()) - {row["name"] for row in rows}
-        if waiting and not found["dry_run"]:
-            lines += [f"Not measured yet: {'; '.join(sorted(waiting))}.", ""]
         versions = f"actstore {env['actstore']}, torch {env['torch']}, {_cupy(env)}"
         lines += [f"{part['seconds']:.0f} s, {env['time']}: commit {_commits(part)}, {versions}", ""]
     return "\n".join(lines)
+
+
+def _waiting(parts: dict[str, Any]) -> list[str]:
+    """Return the list of what has no figures of this GPU; empty where all is measured."""
+    left = {name: _left(name, parts.get(name, {}).get("figures")) for name in _TITLES}
+    lines = [f"- {_TITLES[name]}: {'; '.join(waiting)}." for name, waiting in left.items() if waiting]
+    about = "Rows, measurements and test files without figures, or left out, until a machine runs them:"
+    return ["## What waits for a machine", "", about, "", *lines, ""] if lines else []
+
+
+def _left(name: str, figures: dict[str, Any] | None) -> list[str]:
+    """Return what a part has not measured: rows, measurements or test files, or all of it."""
+    if name not in _ROWS or not figures:
+        return [] if figures else sorted(_ROWS.get(name, ("all of it",)))
+    if figures.get("finished"):
+        return []
+    rows = {row["name"] for row in figures.get("rows", ()) if "left_out" not in row and not row.get("failed")}
+    return sorted(set(_ROWS[name]) - rows - figures.get("files", {}).keys() - figures.keys())
 
 
 def _commits(part: dict[str, Any]) -> str:
@@ -59,7 +82,7 @@ def _commits(part: dict[str, Any]) -> str:
     figures = part["figures"] if isinstance(part["figures"], dict) else {}
     rows = figures.get("rows", [])
     of = {row["name"]: row.get("commit") for row in rows if "commit" in row} if isinstance(rows, list) else {}
-    of |= figures.get("files", {})
+    of |= figures.get("files", {}) | figures.get("commits", {})
     last = part.get("commit") or "unknown"
     older = [f"{name} at {commit or 'an unknown one'}" for name, commit in of.items() if commit != last]
     return last + (f" ({'; '.join(older)})" if older else "")
@@ -178,7 +201,13 @@ def _hotpath(figures: dict[str, Any]) -> list[str]:
 _TITLES = {
     "llama": "Llama blocks",
     "graphs": "Compiled Llama blocks",
+    "duel": "Compiled Llama blocks within PyTorch's budgets",
     "context": "The largest context that fits",
+    "llama32": "32 layers of the Llama, frozen but for adapters",
+    **{f"context{limit}": f"The largest context of 32 layers within {limit} GiB" for limit in LIMITS_GIB},
+    **{name: subject.title for name, subject in gpu_models.SUBJECTS.items()},
+    "small": "A small GPT, where the host is the limit",
+    "curves": "Loss curves",
     "transfer": "The transfer engine",
     "kernels": "Codecs",
     "exact": "Exactness in float32",
@@ -190,26 +219,47 @@ _TITLES = {
     "compiled": "Tests of compiled models, on the GPU",
     "sanitizer": "compute-sanitizer over the kernels",
 }
-_ROWS = {
-    "llama": {row.name for row in llama_rows.ROWS},
-    "graphs": {row.name for row in graphs.ROWS},
-    "context": set(context.NAMES),
+_ROWS: dict[str, Collection[str]] = {
+    "codecs": (CODECS,),
+    "tests": TESTS,
+    "compiled": COMPILED,
+    "exact": exact.LOSSLESS,
+    "small": exact.TIMED,
+    "transfer": tuple(transfer.MEASUREMENTS),
+    "llama": [row.name for row in llama_rows.ROWS],
+    "graphs": [row.name for row in graphs.ROWS],
+    "duel": [row.name for row in graphs.DUEL_ROWS],
+    "context": context.NAMES,
+    "llama32": [row.name for row in llama_rows.LORA_ROWS],
+    **{f"context{limit}": context.LORA_NAMES for limit in LIMITS_GIB},
+    **{name: [row.name for row in subject.rows] for name, subject in gpu_models.SUBJECTS.items()},
+    "curves": curves.NAMES,
 }
 _PICTURES = {
     "llama.png": "Llama blocks: memory against time",
     "llama-timeline.png": "one step of the Llama blocks with raw @ host",
     "context.png": "the largest context that fits",
     "transfer.png": "one step of a chain whose compute is longer than its copies",
+    "llama32.png": "32 layers of the Llama, frozen but for adapters: memory against time",
+    **{f"context{limit}.png": f"the largest context of 32 layers within {limit} GiB" for limit in LIMITS_GIB},
+    **{f"{name}.png": f"{subject.title}: memory against time" for name, subject in gpu_models.SUBJECTS.items()},
+    "curves.png": "losses of 500 steps under lossy policies",
 }
 _PAGES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "llama": gpu_page_llama.lines,
     "graphs": gpu_page_llama.graphs,
+    "duel": gpu_page_llama.graphs,
     "context": gpu_page_llama.context,
+    "llama32": gpu_page_llama.lines,
+    **{f"context{limit}": gpu_page_llama.context for limit in LIMITS_GIB},
+    **dict.fromkeys(gpu_models.SUBJECTS, gpu_page_llama.lines),
+    "curves": lambda figures: convergence.lines(curves.together(figures))[:-1],
     "transfer": lambda figures: [*_ceilings(figures.get("ceilings")), *gpu_page_transfer.lines(figures)],
     "kernels": _kernels,
     "tests": _tests,
     "codecs": _tests,
     "compiled": _tests,
     "exact": _bench,
+    "small": _bench,
     "hotpath": _hotpath,
 }

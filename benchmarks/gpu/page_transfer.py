@@ -18,6 +18,10 @@ def lines(figures: dict[str, Any]) -> list[str]:
             found += [f"{title}:", "", *_step(figures[name], goals), ""]
     if "steady" in figures:
         found += [*_steady(figures["steady"], goals["allocated"]), ""]
+    if "payloads" in figures:
+        ceiling = figures.get("ceilings", {}).get("device_to_host", {}).get("gbps")
+        found += ["Small payloads, each way; the host's time is beyond that of a step without copies:", ""]
+        found += [*_payloads(figures["payloads"], ceiling), ""]
     if "price" in figures:
         found += ["`raw` by way of a buffer of the store, against a copy from the tensor itself:", ""]
         found += [*_price(figures["price"]), ""]
@@ -80,6 +84,27 @@ def _steady(figures: dict[str, Any], goal: int) -> list[str]:
     pinned = figures["pinned_segments"]
     about = f"Allocated in {figures['steps']} steps after the first; {len(pinned)} pinned segments"
     return [f"{about}, {sum(pinned) / MIB:.0f} MiB:", "", *table(["", "measured", "goal"], rows)]
+
+
+def _payloads(rows: list[dict[str, Any]], ceiling: float | None) -> list[str]:
+    cells = [
+        [
+            f"{row['count']} of {row['nbytes'] / MIB:g}",
+            row["name"],
+            *(f"{row[f'{half}_us']:.0f}" for half in ("out", "back")),
+            f"{row['gbps']:.1f}",
+            f"{row['gbps'] / ceiling:.0%}" if ceiling else "-",
+        ]
+        for row in rows
+        if "gbps" in row
+    ]
+    notes = [
+        f"- {row['name']}, {row['nbytes'] / MIB:g} MiB: {cell(row.get('failed') or row['left_out'])}"
+        for row in rows
+        if "gbps" not in row
+    ]
+    header = ["payloads, MiB", "way", "host us out", "host us back", "GB/s", "of link"]
+    return [*table(header, cells), *([""] if notes else []), *notes]
 
 
 def _price(rows: list[dict[str, Any]]) -> list[str]:

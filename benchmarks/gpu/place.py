@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -70,6 +72,17 @@ class Place:
         """Return the high-water mark of what the GPU's allocator has taken from the device; 0 on a CPU."""
         return torch.cuda.max_memory_reserved() if self.on_gpu else 0
 
+    def energy_j(self) -> float | None:
+        """Return the joules that the GPU has used so far; None where NVML does not tell, and on a CPU."""
+        used = ctypes.c_ulonglong()
+        try:
+            device = _nvml_device() if self.on_gpu else None
+        except OSError:
+            return None
+        if device is None or _nvml().nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(used)):
+            return None
+        return used.value / 1e3
+
     def elapsed_ms(self, run: Callable[[], Any]) -> float:
         """Return milliseconds of one call that begins and ends with an idle device."""
         return self.times_ms(lambda _: run(), 1, rotation=0)[0]
@@ -95,6 +108,19 @@ class Place:
             events[index + 1].record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+@cache
+def _nvml() -> Any:
+    return ctypes.CDLL("libnvidia-ml.so.1")
+
+
+@cache
+def _nvml_device() -> ctypes.c_void_p | None:
+    """Return the current GPU as NVML knows it; None where it does not."""
+    found, uuid = ctypes.c_void_p(), f"GPU-{torch.cuda.get_device_properties().uuid}"
+    failed = _nvml().nvmlInit_v2() or _nvml().nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(found))
+    return None if failed else found
 
 
 def rate(times_ms: list[float], nbytes: int) -> dict[str, float]:
@@ -142,7 +168,7 @@ class Sheet:
 
     def left(self) -> list[str]:
         """Return the names of the rows to measure, in order: those without figures of this commit."""
-        done = {row["name"] for row in self.found["rows"] if is_of(row, self._commit) and "failed" not in row}
+        done = {row["name"] for row in self.found["rows"] if is_of(row, self._commit) and not row.get("failed")}
         return [name for name in self._names if name not in done]
 
     def put(self, row: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ link      payloads through the engine, each way alone and both at once, beside w
 hidden    a step whose compute takes 1.5 times as long as its transfer: compute should hardly wait
 exposed   one whose compute takes half as long: compute should wait as long as theory says
 steady    what 20 equal steps allocate after the first three
+payloads  host time of small payloads, beside the offloads of PyTorch and of TRL
 price     raw copied into a buffer of the store and from there to the host, against a copy from the tensor itself
 pinning   registering pages, against torch's pinned allocator
 
@@ -14,6 +15,7 @@ byte counts once. The file is written after each measurement; it names one that 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,10 +34,11 @@ from actstore.tiers.host import HostTier
 from actstore.trace import Trace
 from actstore.transfer.engine import DEVICE_WINDOW_NBYTES
 from benchmarks.gpu import chain as gpu_chain
+from benchmarks.gpu import payloads
 from benchmarks.gpu import place as gpu_place
 from benchmarks.gpu.chain import REPEATS, Chain
 from benchmarks.gpu.device import ceilings
-from benchmarks.gpu.place import MIB, ROTATION, Place, rate
+from benchmarks.gpu.place import COMMIT, MIB, ROTATION, Place, rate, read
 from benchmarks.gpu.shuttle import Found, shuttle_row
 
 SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -186,21 +189,26 @@ MEASUREMENTS: dict[str, Measurement] = {
     "hidden": hidden,
     "exposed": exposed,
     "steady": steady,
+    "payloads": lambda place, found, save: payloads.rows(place, policy(place)),
     "price": price,
     "pinning": pinning,
 }
 
 
 def run_all(measurements: dict[str, Measurement], path: Path, place: Place) -> Found:
-    """Run each measurement and write after each; `failed` names those that raised."""
-    found: Found = {"goals": GOALS, "failed": {}, "policy": policy(place)}
+    """Run each measurement without figures of this commit, and write after each; `failed` names those that raised."""
+    commit = os.environ.get(COMMIT, "")
+    found: Found = {"commits": {}} | (read(path) or {}) | {"goals": GOALS, "failed": {}, "policy": policy(place)}
 
     def save() -> None:
         path.write_text(json.dumps(found, indent=2) + "\n")
 
     for name, run in measurements.items():
+        if commit and found["commits"].get(name) == commit:
+            continue
         try:
             found[name] = run(place, found, save)
+            found["commits"][name] = commit
         except Exception as error:  # the remaining measurements run; the part fails
             found["failed"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
         save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 MIB, GIB = 2**20, 2**30
@@ -10,6 +11,8 @@ LARGE_NBYTES = 16 * MIB  # payloads from which on the link must be full
 SANITIZER_TEST = "test_the_cuda_sanitizer_has_no_complaint"
 PREDICTION_TOLERANCE = 0.1  # allowed error of a prediction, as a fraction of the measured step
 MOST_OF_INT8 = 1.03  # times plain compilation
+SAME_RATIO = 0.01  # times plain; two rows that do the same differ by this
+MOST_OF_DERIVE, MOST_BEYOND_CHECKPOINT = 1.1, 0.05  # times plain, where the host is the limit
 
 Figures = dict[str, Any]
 
@@ -80,6 +83,19 @@ def _exact(figures: Figures) -> _Judged:
     yield (
         "lossless rows have plain's gradients and loss, bit for bit (float32)",
         (f"{len(exact)} of {len(ours)} rows", len(exact) == len(ours)) if ours else None,
+    )
+
+
+def _small(figures: Figures) -> _Judged:
+    rows = {row["name"]: row["ratio"] for row in figures.get("rows", []) if row.get("ratio")}
+    ours, theirs, derive = (rows.get(name) for name in ("recompute", "torch checkpoint", "derive"))
+    yield (
+        f"small GPT: recompute takes at most {MOST_BEYOND_CHECKPOINT} times plain more than torch checkpoint",
+        (f"{ours:.2f} against {theirs:.2f}", ours <= theirs + MOST_BEYOND_CHECKPOINT) if ours and theirs else None,
+    )
+    yield (
+        f"small GPT: derive takes at most {MOST_OF_DERIVE} times plain",
+        (f"{derive:.2f}", derive <= MOST_OF_DERIVE) if derive else None,
     )
 
 
@@ -165,8 +181,59 @@ def _llama(figures: Figures) -> _Judged:
         if off
         else None,
     )
+    yield (
+        f"plans take at most {SAME_RATIO} times plain more than a policy in one line with no more memory",
+        _beside_policies(plans, exact),
+    )
+    lossy = [row for row in ours if row["name"] == "derive(int8)"]
+    for words, some, most, share in (("an exact row", exact, 1.12, 0.25), ("derive(int8)", lossy, 1.05, 0.3)):
+        yield (
+            f"Llama blocks: {words} takes at most {most} times plain and holds at most {share} of it",
+            _cheapest(some, figures.get("plain", {}), most, share),
+        )
     for peer in [row for row in rows if row["kind"] == "peer"]:
-        yield f"faster than {peer['name']} with no more memory, gradients exact", _against(peer, exact)
+        yield f"faster than {peer['name']} with no more memory, {_fidelity(peer)}", _against(peer, ours)
+
+
+def _beside_policies(plans: list[Figures], rows: list[Figures]) -> tuple[str, bool] | None:
+    """Compare each plan with the fastest policy whose peak is not higher; None without a GPU, which has the peak."""
+    words, good = [], True
+    for plan in plans:
+        fit = [row for row in rows if "budget" not in row and row.get("peak_bytes", inf) <= plan.get("peak_bytes", 0)]
+        if fit:
+            best = min(fit, key=lambda row: float(row["ratio"]))
+            words.append(f"{plan['name']}: {plan['ratio']:.2f}, {best['name']}: {best['ratio']:.2f}")
+            good &= plan["ratio"] <= best["ratio"] + SAME_RATIO
+    return ("; ".join(words), good) if words else None
+
+
+def _cheapest(rows: list[Figures], plain: Figures, most: float, share: float) -> tuple[str, bool] | None:
+    """Judge the fastest row that holds at most a share of what plain training holds; None without a GPU's bytes."""
+    if "held_bytes" not in plain or not rows or "peak_bytes" not in plain:
+        return None
+    fit = [row for row in rows if row["held_bytes"] <= share * plain["held_bytes"]]
+    if not fit:
+        return "no row holds so little", False
+    best = min(fit, key=lambda row: float(row["ratio"]))
+    words = f"{best['name']}: {best['ratio']:.2f} with {best['held_bytes'] / plain['held_bytes']:.2f} held"
+    return words, best["ratio"] <= most
+
+
+def _adapted(figures: Figures) -> _Judged:
+    rows = [row for row in figures.get("rows", []) if "step_ms" in row]
+    ours = [row for row in rows if row["kind"] == "ours"]
+    exact = [row for row in ours if row["exact"]]
+    yield (
+        "32 layers with adapters: exact rows have plain's gradients, bit for bit (bfloat16)",
+        (f"{sum(row['equal'] for row in exact)} of {len(exact)} rows", all(row["equal"] for row in exact))
+        if exact
+        else None,
+    )
+    for peer in [row for row in rows if row["kind"] == "peer"]:
+        yield (
+            f"32 layers with adapters: faster than {peer['name']} with no more memory, {_fidelity(peer)}",
+            _against(peer, ours),
+        )
 
 
 def _graphs(figures: Figures) -> _Judged:
@@ -180,27 +247,41 @@ def _graphs(figures: Figures) -> _Judged:
         f"compiled: int8 takes at most {MOST_OF_INT8} times plain compilation",
         (f"{int8['ratio']:.2f}", int8["ratio"] <= MOST_OF_INT8) if int8 else None,
     )
-    theirs, ours = (next((row for name, row in rows.items() if name.startswith(word)), None) for word in _DUEL)
-    yield (
-        "compiled: a plan at the peak of PyTorch's budget needs no more memory or time than that",
-        (
-            f"{ours['ratio']:.2f} against {theirs['ratio']:.2f} times plain, "
-            f"{ours['peak_bytes'] / theirs['peak_bytes']:.1%} of its peak",
-            ours["ratio"] <= theirs["ratio"] and ours["peak_bytes"] <= theirs["peak_bytes"],
+    yield "compiled: a plan at the peak of PyTorch's budget needs no more memory or time than that", _duel(rows, 0.5)
+
+
+def _duels(figures: Figures) -> _Judged:
+    rows = {row["name"]: row for row in figures.get("rows", []) if "ratio" in row}
+    for share in (0.5, 0.25):
+        yield (
+            f"compiled, 8 blocks, CUDA graphs: a plan at the peak of PyTorch's budget {share} needs no more memory or"
+            " time than that",
+            _duel(rows, share),
         )
-        if ours and theirs and theirs["peak_bytes"]
-        else None,
-    )
 
 
-_DUEL = "PyTorch's budget", "plan at its peak"
+def _duel(rows: dict[str, Figures], share: float) -> tuple[str, bool] | None:
+    theirs, ours = rows.get(f"PyTorch's budget {share}"), rows.get(f"plan at its peak, {share}")
+    if not ours or not theirs or not theirs["peak_bytes"]:
+        return None
+    words = f"{ours['ratio']:.2f} against {theirs['ratio']:.2f} times plain, "
+    words += f"{ours['peak_bytes'] / theirs['peak_bytes']:.1%} of its peak"
+    return words, ours["ratio"] <= theirs["ratio"] and ours["peak_bytes"] <= theirs["peak_bytes"]
+
+
+def _fidelity(peer: Figures) -> str:
+    return "gradients exact" if peer["exact"] else "gradients no farther from plain's"
 
 
 def _against(peer: Figures, ours: list[Figures]) -> tuple[str, bool] | None:
-    """Compare with the fastest row of actstore whose peak is not higher; None without a GPU, which has the peak."""
+    """Compare with the fastest row of actstore whose peak is not higher; None without a GPU, which has the peak.
+
+    Its gradients are exact, or no farther from plain's than those of a peer whose own are not.
+    """
     if "peak_bytes" not in peer:
         return None
-    fit = [row for row in ours if row.get("peak_bytes", GIB**2) <= peer["peak_bytes"]]
+    rows = [row for row in ours if row["exact"] or (not peer["exact"] and row["grad_error"] <= peer["grad_error"])]
+    fit = [row for row in rows if row.get("peak_bytes", inf) <= peer["peak_bytes"]]
     if not fit:
         return "no row of ours fits", False
     best = min(fit, key=lambda row: float(row["ratio"]))
@@ -215,9 +296,12 @@ _JUDGES = (
     ("sanitizer", _sanitizer),
     ("compiled", _compiled),
     ("exact", _exact),
+    ("small", _small),
     ("random", _random),
     ("lossy", _lossy),
     ("transfer", _transfer),
     ("llama", _llama),
+    ("llama32", _adapted),
     ("graphs", _graphs),
+    ("duel", _duels),
 )

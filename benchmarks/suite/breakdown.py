@@ -24,7 +24,7 @@ from actstore.bench.workloads.job import Job
 from actstore.bench.workloads.workload import Workload
 from actstore.display import pictures as look
 from actstore.trace import Event
-from actstore.trace.spans import Spans, difference, total, union
+from actstore.trace.summary import Spans, difference, total, union
 from benchmarks.markdown import table
 
 POLICIES = (

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import inf, isfinite, nan
 from statistics import fmean
-from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from typing import TYPE_CHECKING, Any
 
 from actstore.bench import runner
 from actstore.bench.peers.rows import Row
 from actstore.bench.result import Result, RowResult
 from actstore.bench.workloads.workload import Workload
-from actstore.display import pictures as look
 from actstore.display.colors import SERIES
 from benchmarks.markdown import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROWS = ("plain", "bitsandbytes 8-bit", "raw @ host", "raw @ disk", "expack", "recompute", "int8", "int4")
 FINAL_STEPS = 20  # steps at the end, whose mean is the final loss
@@ -59,6 +58,10 @@ def _numbers(row: RowResult) -> list[float]:
 
 def draw(found: dict[str, Any]) -> Figure:
     """Draw the losses of each workload, and below them their distance from plain's."""
+    from matplotlib.ticker import FuncFormatter  # the figures are read without it, too
+
+    from actstore.display import pictures as look
+
     shown = [result for result in results(found) if result.rows and result.rows[0].losses]
     figure = look.figure(6.6)
     if not shown:

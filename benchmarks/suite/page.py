@@ -14,13 +14,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from actstore.bench import plot
-from actstore.bench.comparison import Versus, versus
+from actstore.bench.comparison import HELD_NOISE, Versus, versus
 from actstore.bench.result import Result
 from actstore.bench.table import cells
 from actstore.bench.workloads import MODELS
 from benchmarks import largest, machine
 from benchmarks.markdown import cell, table
-from benchmarks.suite import breakdown, convergence, scaling
+from benchmarks.suite import breakdown, convergence, long, scaling
 
 Draw = Callable[[dict[str, Any]], Figure]
 Lines = Callable[[dict[str, Any]], list[str]]
@@ -29,6 +29,7 @@ SECTIONS: dict[str, tuple[str, Draw, Lines]] = {
     "breakdown": ("Where the time goes", breakdown.draw, breakdown.lines),
     "scaling": ("With more layers, context and batch", scaling.draw, scaling.lines),
     "largest": ("The largest batch within a budget", largest.draw, largest.lines),
+    "long": ("With a long context and a large vocabulary", long.draw, long.lines),
     "convergence": ("Training for longer", convergence.draw, convergence.lines),
 }
 MORE_FILES = {  # files that other commands leave in the folder
@@ -131,9 +132,9 @@ def _measured_with(environments: list[dict[str, Any]]) -> list[str]:
 
 
 REASONS = {
-    "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by 0.2 ms a call here "
-    "(`benchmarks/hotpath/run.py`): ours also puts random states of Python and NumPy, weights and buffers back as they "
-    "were. Cells that are called hundreds of times feel it",
+    "torch checkpoint": "it does the work of `recompute` with less bookkeeping, by some 30 us a call "
+    "([the hot path](../../docs/hot-path.md)): ours also puts random states of Python and NumPy, weights and buffers "
+    "back as they were. Cells that are called hundreds of times feel it",
     "checkpoint every k-th": "it is `recompute` of every other block, and so has the same to do",
     "selective checkpoint": "it chooses by operator inside of a block, where `recompute` takes the whole of a module",
     "checkpoint_sequential": "it is `recompute` of a few blocks at once, and so has the same to do",
@@ -164,7 +165,9 @@ def against(results: dict[str, Result]) -> list[str]:
     missing = [f"- {model}: {one.peer}: {cell(one.reason)}" for model, _, one in found if not one.ours]
     return [
         "## Against each peer", "",
-        f"The fastest row of ours that holds at most as many bytes as the peer and is as exact. Of {len(judged)} it is "
+        f"The fastest row of ours that holds no more than the peer (to {HELD_NOISE:.1%}, the allocator's blocks) "
+        "and is as exact. Since 28 November 2026 plans whose budget is what the peer holds take part, and rows of "
+        f"about the same time are tried in turns first. Of {len(judged)} duels ours is "
         f"faster in {count['faster']}, slower in {count['slower']}, and in {count['as fast']} the two cannot be told "
         f"apart: the interval, of 95 %, has 1 in it. {_how_compared([one for *_, one in judged])}", "",
         *table(header, rows), *([""] if missing else []), *missing, "",

@@ -1,4 +1,4 @@
-"""Long run: ``make bench-all``, or ``python -m benchmarks.suite.run``; an hour and three quarters on two cores.
+"""Long run: ``make bench-all``, or ``python -m benchmarks.suite.run``; two hours on two cores.
 
 Every workload with every row, and each peer in turns with the row of ours that compares with it; then how it scales,
 the largest batch within a budget, where time goes, and loss curves. Figures go into ``results/<machine>/``, a file for
@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from actstore.bench import runner
-from actstore.bench.comparison import differences, versus
+from actstore.bench.comparison import differences, plans, versus
 from actstore.bench.environment import environment
 from actstore.bench.peers import rows
 from actstore.bench.peers.rows import Row
@@ -29,7 +29,7 @@ from actstore.bench.workloads import MODELS, sized
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 from benchmarks import largest, machine
-from benchmarks.suite import breakdown, convergence, page, scaling
+from benchmarks.suite import breakdown, convergence, long, page, scaling
 
 MIB = 2**20
 QUICK_SIZES = {"steps": 2, "warmup": 1, "threads": 1}
@@ -74,6 +74,8 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
     grown = {"layers": [1, 2], "batch": [4, 8]} if quick else SCALED_SIZES
     limit, most = (640 * MIB, 4) if quick else (768 * MIB, 1024)
     curves = [replace(works["gpt"], steps=12)] if quick else CURVES
+    at = {"layers": 1, "width": 32, "context": 64} if quick else {"layers": 4, "width": 256, "context": 8192}
+    longs = [sized(model, **at, heads=4, batch=1) for model in long.MODELS]
 
     def some(of_part: tuple[str, ...]) -> list[Row]:
         return [
@@ -85,6 +87,7 @@ def parts(quick: bool, names: list[str]) -> list[Part]:
         Part("breakdown", partial(breakdown.measure, works["gpt"], 1 if quick else 7), 1),
         Part("scaling", partial(scaling.measure, small, grown, some(scaling.ROWS)), 7),
         Part("largest", partial(largest.measure, small, limit, most, some(largest.USUAL)), 5),
+        Part("long", partial(long.measure, longs, 512 if quick else 65536, 1 if quick else 2), 10),
         Part("convergence", partial(convergence.measure, curves, some(convergence.ROWS)), 5),
     ]
 
@@ -107,16 +110,21 @@ def _rows(work: Workload, names: list[str], write: Write) -> None:
         late = [{"name": row.name, "reason": reason} for row in slow]
         write(replace(result, left_out=[*result.left_out, *late]).to_dict())
 
-    keep(runner.run(work, [row for row in chosen if row not in slow], row_done=keep))
+    found = runner.run(work, [row for row in chosen if row not in slow], row_done=keep)
+    keep(found)
+    if not names:
+        more = runner.run(work, [rows.PLAIN, *plans(found.rows)])
+        keep(replace(found, rows=[*found.rows, *more.rows[1:]], left_out=[*found.left_out, *more.left_out]))
 
 
 def _duels(work: Workload, names: list[str], result: Result, write: Write) -> None:
     """Run the duels of a result, or the missing ones and those of rows that are measured again."""
-    by_name = {row.name: row for row in rows.rows_for(MODELS[work.model].policies)}
+    by_name = {row.name: row for row in [*rows.rows_for(MODELS[work.model].policies), *plans(result.rows)]}
     for one in versus(result.rows, result.duels):
         if one.ours and not (names and one.pairs and {one.peer, one.ours}.isdisjoint(names)):
             kept = [duel for duel in result.duels if duel.peer != one.peer]
-            result.duels = [*kept, runner.duel(work, by_name[one.peer], by_name[one.ours])]
+            ours = runner.fastest(work, [by_name[name] for name in one.near])
+            result.duels = [*kept, runner.duel(work, by_name[one.peer], ours)]
             write(result.to_dict())
 
 

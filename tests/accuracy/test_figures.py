@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.oracles
 from actstore import encode
@@ -131,6 +132,31 @@ def test_of_very_large_ones_runs_from_one_end_to_the_other_are_measured():
 def test_at_the_edges(x, back, wanted):
     found = figures((torch.tensor(x), torch.tensor(back)))
     assert (found.relative, found.gain, found.bias, found.largest) == pytest.approx(wanted)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_cpu_only_chunks_with_nan_or_inf_are_masked():
+    x = torch.randn(4 * 2**14)
+    y = x + 0.01
+    with Operators() as found:
+        row = measure(x, y)
+    assert "aten::bitwise_and.Tensor" not in found.names
+    with Operators() as masked:
+        x[3], y[2**14] = float("nan"), float("inf")
+        other = measure(x, y)
+    assert masked.names.count("aten::bitwise_and.Tensor") == 2
+    assert other[:3].tolist() == [row[0] - 2, 1, 2]
 
 
 def test_without_a_payload_that_was_measured_nothing_is_known():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Encode, Keep, Rules, SampleErrors
+from actstore.accuracy.influence.effect import GradientEffect, SiteEffect
 from actstore.accuracy.influence.prediction import UNREACHED, WEIGHT, GraphNode, PredictedStep, Walk
 from actstore.bench.workloads import gpt
 from actstore.bench.workloads.workload import Workload
@@ -320,6 +321,15 @@ def test_what_cannot_be_predicted_says_why(chain):
     }
     assert len(effect.missing) == 1
     assert "1 of 2 sites are not predicted" in str(effect)
+
+
+def test_an_error_larger_than_the_gradients_is_not_shown():
+    sites = SiteEffect("a[0]", 0.01, 1.0, ""), SiteEffect("b[0]", 1.5, 1.0, "")
+    small, large = (GradientEffect(each, 1.0, None) for each in (sites[:1], sites))
+    assert small.error == pytest.approx(0.1)
+    assert "10.00% of the gradients' norm predicted" in str(small)
+    assert large.error is None
+    assert "not predicted: gradients vanish or explode inside the model" in str(large)
 
 
 def test_the_input_of_a_recomputed_region_is_not_predicted(chain):

@@ -9,9 +9,9 @@ from torch import nn
 
 from actstore import ActivationStore, Auto, Plan
 from actstore.auto import planner, watch
-from actstore.auto.candidates import one_lines
-from actstore.auto.duel import DUEL_STEPS, Duel
-from actstore.auto.timing import Moments
+from actstore.auto.planner import DUEL_STEPS, Duel
+from actstore.auto.probes import one_lines
+from actstore.auto.profiler import Moments
 from tests.auto.test_local import Net, auto, full, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attn, self.mlp = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.attn, self.mlp = nn.MultiheadAttention(16, 2), nn.Linear(16, 16)
 
     def forward(self, x):
-        return self.mlp(self.attn(x).tanh())
+        return self.mlp(self.attn(x, x, x)[0].tanh())
 
 
 def test_policies_in_one_line():
@@ -37,6 +37,7 @@ def test_policies_in_one_line():
     assert found["raw @ host"]["head"] == "raw @ host"
     assert found["@blocks : recompute(raw @ host)"] == {"0": "recompute(raw @ host)", "1": "recompute(raw @ host)"}
     assert found["int8"]["head"] == "int8"
+    assert found["derive(int8)"]["head"] == "derive(int8)"
     for text in found:  # each is a policy
         ActivationStore(model, text).close()
     plain = one_lines(nn.Sequential(nn.Linear(4, 4)), ["0"], [], [], lossy=False)
@@ -104,3 +105,26 @@ def test_a_plan_that_is_a_policy_in_one_line_says_so():
     torch.manual_seed(0)
     run(model, store, 45)
     assert "'@blocks : recompute" in store.plan.rival
+
+
+class Shared(Net):
+    """Its blocks scale by one tensor, which the first one saves for all."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        self.scales = []
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: args[0] * self.scales[-1])
+
+    def forward(self, x):
+        self.scales.append(torch.rand(self.shape))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("shape", "kinds"), [((256, 1), 1), ((256, 32), 2)])
+def test_a_block_that_saves_hardly_more_is_no_kind_of_its_own(shape, kinds):
+    model = Shared(shape)
+    store = auto(model, int(0.6 * full()))
+    run(model, store, 45)
+    assert len({unit.kind for unit in store.plan.profile.units if unit.name.startswith("blocks.")}) == kinds

@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import optimizer as optimizers
 
-from actstore import ActivationStore, Auto, Disk
+from actstore import ActivationStore, Auto, Disk, make_plan
 from actstore.auto import probes, watch
 from actstore.auto.attempt import Attempt
-from actstore.errors import CapacityError
+from actstore.devices import cpu_memory
+from actstore.errors import CapacityError, ConfigError
 from actstore.model.units import shapes_of
 from actstore.plan.build import chain_of
 from actstore.plan.decisions import recomputes
@@ -20,6 +21,7 @@ from actstore.plan.profile import Memory, Profile, Unit, UnitBytes, UnitFigures
 from actstore.rerun.optimizers import SteppedOptimizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MIB = 2**20
 
 
 class Block(nn.Module):
@@ -180,6 +182,104 @@ def test_a_budget_that_is_too_small_is_refused_again_and_again():
     assert all("forward" not in vars(module) for module in model.modules())
     store.close()
     assert min(run(model, ActivationStore(model, "recompute", min_bytes=0), 1)) > 0
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.c, self.d = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.d(self.b(self.act(self.c(self.a(x))))) + x)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_the_budget_that_a_refusal_names_is_enough(share):
+    """Units share what in-place operators save, so that predicted peaks are too low: the measured one counts."""
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    model, x = nn.Sequential(*stem, Residual(), Residual(), *ends), torch.randn(2, 3, 32, 32)
+    store = ActivationStore(model, "keep", min_bytes=0)
+    with store:
+        model(x).sum().backward()
+    budget = int(share * store.report().saved_bytes)
+    try:
+        plan = make_plan(model, lambda: model(x).square().mean(), budget, min_bytes=0)
+    except CapacityError as refused:
+        budget = int(refused.facts["least"])
+        plan = make_plan(model, lambda: model(x).square().mean(), budget, min_bytes=0)
+    assert plan.measured.peak <= plan.predicted.peak <= budget
+
+
+class Changing(Net):
+    """Its first forward replaces a module, as that of Transformers' BigBird does."""
+
+    def forward(self, x):
+        if isinstance(self.blocks[0].drop, nn.Dropout):
+            self.blocks[0].drop = nn.Identity()
+        return super().forward(x)
+
+
+def test_a_plan_is_for_the_model_as_it_was_before_its_first_forward_too():
+    model, x = Changing(), torch.randn(256, 16)
+    plan = make_plan(model, lambda: model(x), "1MiB", min_bytes=0)
+    for each in (Changing(), model):
+        assert str(ActivationStore(each, plan).policy) == plan.text
+    with pytest.raises(ConfigError, match="another model"):
+        ActivationStore(Net(), plan)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_total_bounds_the_tensors_of_the_process(foreach):
+    """Weights, gradients, optimizer states and activations, by the allocator's count; operators need some beside."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(8)])
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    total, x = 4 * weights + 20 * MIB, torch.randn(1024, 256)
+    store = ActivationStore(model, Auto(total=total), min_bytes=0)
+    gc.collect()  # what earlier tests have left must not go while this counts
+    base = cpu_memory.memory_allocated() - weights
+    for _ in range(24):
+        with store:
+            loss = model(x).square().mean()
+        cpu_memory.reset_peak()
+        loss.backward()
+        backward = cpu_memory.max_memory_allocated() - base
+        cpu_memory.reset_peak()
+        optimizer.step()
+        update = cpu_memory.max_memory_allocated() - base
+        optimizer.zero_grad()
+    plan = store.plan
+    assert plan is not None
+    assert plan.profile.memory.lasting == pytest.approx(4 * weights, rel=1e-3)
+    assert plan.budget == total - plan.profile.memory.lasting
+    assert plan.history[0].startswith("optimizer states take 8.0 MiB of the total, and leave")
+    assert backward < total + 4 * x.nbytes
+    assert plan.profile.memory.updating <= update - 4 * weights < plan.profile.memory.updating + MIB + weights * foreach
+    store.close()
+
+
+def test_a_total_that_is_too_small_is_refused_with_one_that_is_enough():
+    def train(total):
+        model = Net()
+        optimizer, store = torch.optim.AdamW(model.parameters()), ActivationStore(model, Auto(total=total), min_bytes=0)
+        for _ in range(16):
+            with store:
+                loss = model(torch.randn(256, 16))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return store.plan
+
+    with pytest.raises(CapacityError) as refused:
+        train("600KiB")
+    [enough] = [note for note in refused.value.__notes__ if "total=" in note and "or Auto" in note]
+    assert train(enough.partition('"')[2].partition('"')[0]) is not None
 
 
 def test_the_first_step_runs_the_decisions_with_the_least_memory(tmp_path):

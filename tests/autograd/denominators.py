@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,12 @@ class Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.b(self.form(self.a(x)))
         return out
+
+
+@cache
+def fused_error(policy: str, *, compiled: bool) -> float:
+    """Return the larger relative error of the fused norms."""
+    return max(gradient_error(form, policy, compiled=compiled) for form in FUSED.values())
 
 
 def gradient_error(form: Callable[[Tensor], Tensor], policy: str, *, compiled: bool) -> float:

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu
 
-from actstore import ActivationStore, Disk, Host, Verify, Window
+from actstore import ActivationStore, Disk, Host, Verify, Window, tile
 from tests.autograd.random_modules import WIDTH, Watched
 
 STORED = ("keep", "raw", "raw @ disk", "raw @ host > disk", "expack", "zmask", "derive", "derive(raw @ disk)")
 RECOMPUTED = ("recompute", "recompute(raw)", "recompute(raw @ disk)", "recompute(expack)")
+TILED = ("recompute(tiles=2)", "recompute(raw, tiles=3)", "recompute(raw @ disk, tiles=2)")
 CHAINS = ("recompute(segment=2)", "recompute(schedule=sqrt)", "recompute(schedule=revolve, slots=1)")
 INNER = ("@matmul", "@sdpa", "@activation", "@norm", "@conv", "@aten.*", "@aten.mul", "marked")
 
 LOSSY_CODECS = ("int8", "int8(round=stochastic)", "int4", "fp8", "e5m6", "nf4", "zmask(int8)")
-LOSSY = tuple(f"{codec}{tier}" for codec in LOSSY_CODECS for tier in ("", " @ host", " @ disk"))
-LOSSY_RECOMPUTED = tuple(f"recompute({decision})" for decision in LOSSY)
+_ENCODED = tuple(f"{codec}{tier}" for codec in LOSSY_CODECS for tier in ("", " @ host", " @ disk"))
+LOSSY = (*_ENCODED, *(f"derive({decision})" for decision in _ENCODED[::2]))
+LOSSY_RECOMPUTED = tuple(f"recompute({decision})" for decision in _ENCODED)
 
 INSIDE = "inside", "differentiated twice inside"  # ways whose backward runs in the context of the store
 BATCHED, DUAL, MUTATED = "batched", "forward over reverse", "mutation allowed"
@@ -80,8 +82,13 @@ def train(
     *,
     around: Callable[[], Any] = nullcontext,
     device: str = "cpu",
+    tokens: int = 4,
+    tiles: int | None = None,
 ) -> list[Any]:
-    """Two steps; losses, gradients, parameters, buffers, whether these are new, and how far the random numbers are."""
+    """Two steps; losses, gradients, parameters, buffers, whether these are new, and how far the random numbers are.
+
+    With `tiles`, the model and its loss are a function that runs on as many slices.
+    """
     torch.manual_seed(1)
     random.seed(1)
     own = [*model.buffers()]
@@ -90,7 +97,7 @@ def train(
         outer = nullcontext if way == OTHER_HOOKS and store is None else AROUND.get(way, nullcontext)
         with outer(), around():
             try:
-                found += step(model, store, way, dtype, autocast, device)
+                found += step(model, store, way, dtype, autocast, device, tokens, tiles)
             finally:
                 watched = [grad for part in model.modules() if isinstance(part, Watched) for grad in part.gradients()]
         found += watched
@@ -106,7 +113,14 @@ def train(
 
 
 def step(
-    model: nn.Module, store: ActivationStore | None, way: str, dtype: torch.dtype, autocast: bool, device: str
+    model: nn.Module,
+    store: ActivationStore | None,
+    way: str,
+    dtype: torch.dtype,
+    autocast: bool,
+    device: str,
+    tokens: int,
+    tiles: int | None,
 ) -> list[Any]:
     """The losses, and the gradients of the inputs; those of the parameters are theirs afterwards."""
     inputs: list[Tensor] = []
@@ -114,14 +128,20 @@ def step(
     found: list[Any] = []
     run = on_a_thread if way == "on threads" else lambda work: work()
 
+    def total(x: Tensor) -> Tensor:
+        return model(x).square().sum() / 100
+
     def forward() -> None:
-        x = torch.randn(2, 4, WIDTH, dtype=dtype, device=device, requires_grad=way != "fixed input")
+        x = torch.randn(2, tokens, WIDTH, dtype=dtype, device=device, requires_grad=way != "fixed input")
         given = forward_ad.make_dual(x, x.detach().cos()) if way == DUAL else x
         with (
             store or nullcontext(),
             torch.autocast(device, torch.bfloat16) if autocast else nullcontext(),
         ):
-            loss = model(given).float().square().mean()
+            if tiles is None:
+                loss = model(given).float().square().mean() if tokens == 4 else total(given)
+            else:
+                loss = tile(total, tiles=tiles)(given)
             if way in INSIDE:
                 found.extend(backward(way, [loss], [*model.parameters(), x]))
         inputs.append(x)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from actstore import ActivationStore
-from actstore.autograd import sharing
+from actstore.autograd import encoder
 
 
 def store_of(policy, **options):
@@ -25,6 +25,6 @@ def comparisons():
     """How often bytes are compared meanwhile."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        compare = sharing.compare
-        patch.setattr(sharing, "compare", lambda *args: calls.append(1) or compare(*args))
+        compare = encoder.compare
+        patch.setattr(encoder, "compare", lambda *args: calls.append(1) or compare(*args))
         yield calls

@@ -367,3 +367,13 @@ def test_gradcheck_and_gradgradcheck(policy):
     assert torch.autograd.gradcheck(function, (x, w))
     assert torch.autograd.gradgradcheck(function, (x, w))
     assert store.report().stored_bytes > 0
+
+
+def test_an_input_that_requires_a_gradient_may_have_one_channel():
+    """Transformers' encoders of sound let theirs require gradients; nothing comes before it in the graph."""
+    model = nn.Conv1d(1, 4, 3)
+    store = make("int8", model)
+    with store:
+        loss = model(torch.randn(2, 1, 64, requires_grad=True)).square().sum()
+    loss.backward()
+    assert [site.decision for site in store.report().sites if site.site == "(top)[0]"] == ["int8"]

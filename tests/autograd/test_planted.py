@@ -7,9 +7,9 @@ import torch
 
 from actstore import ActivationStore
 from actstore.autograd import handles, unpack
+from actstore.autograd.encoder import Sharing
 from actstore.autograd.handles import Kept, Stored
 from actstore.autograd.hooks import Scope
-from actstore.autograd.sharing import Sharing
 from actstore.base.ledger import Claim
 from actstore.tiers.disk import DiskTier
 from tests.autograd.checks import check_drained, check_same, gc_off, train_step

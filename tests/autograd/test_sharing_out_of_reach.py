@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from actstore import ActivationStore, devices
-from actstore.autograd import sharing
+from actstore.autograd import encoder
 from actstore.errors import MutationError
 from actstore.transfer.engine import Engine
 from tests.autograd.checks import check_same, settle
@@ -69,7 +69,7 @@ def test_a_lossy_payload_that_has_left_does_not_show(second, policy, monkeypatch
         return found, nbytes
 
     shared, few = run()
-    monkeypatch.setattr(sharing, "compare", lambda *_: False)
+    monkeypatch.setattr(encoder, "compare", lambda *_: False)
     own, more = run()
     check_same(shared, own)
     assert (few < more) == same
@@ -89,7 +89,7 @@ def test_signs_that_a_payload_keeps_do_not_show_either(policy, monkeypatch):
         return found
 
     shared = run()
-    monkeypatch.setattr(sharing, "compare", lambda *_: False)
+    monkeypatch.setattr(encoder, "compare", lambda *_: False)
     check_same(shared, run())
 
 
@@ -105,14 +105,14 @@ def test_another_codec_of_an_earlier_save_does_not_show(first, monkeypatch):
         policy = f"first : {first}; second : int8(signs=keep) @ disk; third : int8 @ disk"
         store, h = ActivationStore(model, policy, min_bytes=0), values.clone().requires_grad_()
         calls = iter(missing)
-        monkeypatch.setattr(sharing, "compare", lambda *args: not next(calls) and compare(*args))
+        monkeypatch.setattr(encoder, "compare", lambda *args: not next(calls) and compare(*args))
         with store:
             total = sum(part(view).sum() for view in (h, h.view(-1)) for part in model.values())
         (found,) = torch.autograd.grad(total, h)
         store.close()
         return found
 
-    values, compare = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), sharing.compare
+    values, compare = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), encoder.compare
     wanted = run([False] * 99)
     for missing in ([True] * 99, [True, False] * 50, [False, True] * 50, [True, True, False] * 33):
         check_same(run(missing), wanted)

@@ -9,7 +9,7 @@ from actstore.autograd.hooks import Scope
 from actstore.autograd.protect import is_cast_parameter
 from actstore.autograd.storages import Storages
 from actstore.autograd.tracker import Tracker
-from actstore.base import tracing
+from actstore.base import compiler
 from actstore.base.ledger import Claim, Ledger
 from actstore.base.spec import Spec
 from actstore.errors import ActstoreError
@@ -43,11 +43,11 @@ def nothing(*_, **__):
 
 
 def no_tracers(patch):
-    patch.setattr(tracing, "_TRACING", tracing._TRACING[:1])
+    patch.setattr(compiler, "_TRACING", compiler._TRACING[:1])
 
 
 def no_fake_modes(patch):
-    patch.setattr(tracing, "_get_dispatch_mode", nothing)
+    patch.setattr(compiler, "_get_dispatch_mode", nothing)
 
 
 def no_bounds(patch):

@@ -14,12 +14,12 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from actstore.bench import labels
-from actstore.bench.codecs import contenders, measure, plot, table
+from actstore.bench.codecs import command, contenders, plot, table
+from actstore.bench.codecs.command import Setting
 from actstore.bench.codecs.contenders import BNB, DEFAULT, Contender
-from actstore.bench.codecs.measure import Setting
 from actstore.bench.codecs.result import CodecResult, CodecRow, Speed
-from actstore.cli import app as cli
+from actstore.bench.plot import spread
+from actstore.cli import commands
 from actstore.codecs import Int8, names
 from actstore.errors import ConfigError, KernelUnavailable
 
@@ -28,7 +28,7 @@ SMALL = Setting(size_mb=0.1, error_rows=8, repeats=3)
 
 @pytest.fixture(scope="module")
 def result() -> CodecResult:
-    found = measure.run(SMALL, ["raw", "int8", "zmask", "bit1"])
+    found = command.run(SMALL, ["raw", "int8", "zmask", "bit1"])
     found.rows.append(CodecRow("zstd", "byte codecs", failed="blosc2 is not installed", missing=True))
     found.rows.append(CodecRow("int4", "blocks", failed="RuntimeError: broken"))
     return found
@@ -45,7 +45,7 @@ def test_rows(result: CodecResult) -> None:
         assert row.decode is not None
         assert len(row.encode.ms) == len(row.encode.copy_ms) == len(row.decode.ms) == SMALL.repeats
         assert row.lossless == (codec != "int8")
-        assert list(row.error) == ([] if codec == "bit1" else list(measure.ERROR_DATA))
+        assert list(row.error) == ([] if codec == "bit1" else list(command.ERROR_DATA))
         assert not row.lossless or not any(row.error.values())
     assert found["int8", "float32"].error["gaussian"] == pytest.approx(0.0065, rel=0.1)
     assert found["int8", "bfloat16"].bits == pytest.approx(8.125, rel=1e-3)
@@ -57,7 +57,7 @@ def test_rows(result: CodecResult) -> None:
 
 def test_bitsandbytes_is_called_directly() -> None:
     pytest.importorskip("bitsandbytes")
-    (row,) = measure.run(Setting(0.1, 8, 3, dtypes=("float32",)), [BNB]).rows
+    (row,) = command.run(Setting(0.1, 8, 3, dtypes=("float32",)), [BNB]).rows
     assert not row.failed
     assert (row.family, row.bits) == (contenders.PEER, pytest.approx(8.125, rel=1e-2))
     assert 0.005 < (row.error["gaussian"] or 0) < 0.02
@@ -93,8 +93,8 @@ def test_each_call_stands_beside_a_copy() -> None:
 def test_repeats_end_with_the_time() -> None:
     source = torch.ones(1000)
     trip = Contender("int8", Int8()).trip(source)
-    encode, decode = measure.time_trip(trip, source, 1000, 0.0)
-    assert len(encode.ms) == len(decode.ms) == measure.MIN_REPEATS
+    encode, decode = command.time_trip(trip, source, 1000, 0.0)
+    assert len(encode.ms) == len(decode.ms) == command.MIN_REPEATS
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_a_codec_that_cannot_run_says_why(
         raise error
 
     monkeypatch.setattr(Contender, "trip", trip)
-    rows = measure.run(SMALL, ["int8", "raw"]).rows
+    rows = command.run(SMALL, ["int8", "raw"]).rows
     assert [(row.codec, row.failed, row.missing) for row in rows[::2]] == [
         ("int8", words, missing),
         ("raw", words, missing),
     ]
-    done = CliRunner().invoke(cli.app, ["bench", "codecs", "int8"])
+    done = CliRunner().invoke(commands.app, ["bench", "codecs", "int8"])
     assert done.exit_code == (0 if missing else 1)
     assert words in done.output
 
@@ -157,17 +157,17 @@ def test_marks_of_one_size_stand_side_by_side() -> None:
 
 
 def test_names_are_spread() -> None:
-    assert labels.spread([10.0, 12.0, 50.0], 10, 0, 100) == [6.0, 16.0, 50.0]
-    assert labels.spread([95.0, 96.0], 10, 0, 100) == [90.0, 100.0]
-    assert labels.spread([1.0, 2.0], 10, 0, 100) == [0.0, 10.0]
-    assert labels.spread([], 10, 0, 100) == []
+    assert spread([10.0, 12.0, 50.0], 10, 0, 100) == [6.0, 16.0, 50.0]
+    assert spread([95.0, 96.0], 10, 0, 100) == [90.0, 100.0]
+    assert spread([1.0, 2.0], 10, 0, 100) == [0.0, 10.0]
+    assert spread([], 10, 0, 100) == []
 
 
 def test_the_command(tmp_path: Path) -> None:
     files = {ending: tmp_path / f"out.{ending}" for ending in ("json", "png")}
     flags = ["--size", "0.1", "--error-rows", "8", "--repeats", "3", "--dtype", "bfloat16"]
     done = CliRunner().invoke(
-        cli.app, ["bench", "codecs", "int8", *flags, "--json", str(files["json"]), "--plot", str(files["png"])]
+        commands.app, ["bench", "codecs", "int8", *flags, "--json", str(files["json"]), "--plot", str(files["png"])]
     )
     assert done.exit_code == 0, done.output
     assert [row["codec"] for row in json.loads(files["json"].read_text())["rows"]] == ["int8"]
@@ -185,6 +185,6 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_said(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(cli.app, arguments)
+    done = CliRunner().invoke(commands.app, arguments)
     assert isinstance(done.exception, ConfigError)
     assert words in str(done.exception)

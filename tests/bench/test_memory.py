@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import mmap
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +17,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from actstore.bench import memory
-from actstore.bench.memory import Held, count_maps, in_use
+from actstore.bench.memory import Held, Libraries, count_maps, in_use
 
 NBYTES = 4 << 20
 SLACK = 200_000  # nodes of the graph, and what Python makes on the way
 
 pytestmark = pytest.mark.skipif(in_use("cpu") is None, reason="the C allocator does not tell")
+
+
+def test_libraries_are_what_imports_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 40 << 20  # glibc maps blocks above 32 MiB apart, and so adds them to the resident memory
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "libraries_outer.py").write_text(f"import libraries_inner; kept = bytes([1]) * {nbytes}")
+    (tmp_path / "libraries_inner.py").write_text(f"kept = bytes([1]) * {nbytes}")
+    (tmp_path / "libraries_late.py").write_text(f"kept = bytes([1]) * {nbytes}")
+    libraries = Libraries()
+    with libraries.counted():
+        importlib.import_module("libraries_outer")
+        more = bytes([1]) * nbytes
+    importlib.import_module("libraries_late")
+    assert 2 * nbytes - NBYTES <= libraries.nbytes <= 2 * nbytes + NBYTES, len(more)
+    assert {"libraries_outer", "libraries_inner"} <= sys.modules.keys()
 
 
 def held(forward: Callable[[Tensor], Tensor]) -> int:

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from actstore.bench import labels, plot
+from actstore.bench import plot
 from actstore.bench.result import Result
 
 
@@ -31,7 +31,7 @@ def test_names_do_not_overlap(result: Result) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlim=(0.95, 1.4), ylim=(-20, 220))
     figure.draw_without_rendering()
-    labels.place(axes, plot.labels(result.rows[:-1]))
-    boxes = [labels.extent(name) for name in axes.texts]  # type: ignore[arg-type]
+    plot.place(axes, plot.labels(result.rows[:-1]))
+    boxes = [plot.extent(name) for name in axes.texts]  # type: ignore[arg-type]
     assert len(boxes) == len(result.rows) - 1
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))

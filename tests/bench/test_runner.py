@@ -124,3 +124,9 @@ def test_a_duel_trains_two_rows_in_turns(tiny: Workload, monkeypatch: pytest.Mon
     assert order == ["mine", "theirs", "theirs", "mine", "mine", "theirs"]
     result = Result({}, tiny.to_dict(), duels=[found])
     assert Result.from_json(result.to_json()) == result
+    order.clear()
+    rows = [Row("theirs", "peer"), Row("mine", "ours", "keep")]
+    assert runner.fastest(work, rows) == rows[0]
+    assert len(order) == 2 * runner.HEAT_STEPS
+    assert runner.fastest(work, rows[1:]) == rows[1]
+    assert len(order) == 2 * runner.HEAT_STEPS  # of one row nothing runs

@@ -27,6 +27,7 @@ def train(work: Workload, row: Row, steps: int = 2) -> float:
     peaks = trainer.peaks()
     assert peaks["peak_bytes"] > 0
     assert peaks["baseline_bytes"] > 0
+    assert peaks["libraries_bytes"] is not None
     trainer.close()
     return loss
 

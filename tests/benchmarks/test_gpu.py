@@ -14,7 +14,7 @@ import torch
 
 from actstore.bench.codecs.contenders import OurTrip, select
 from actstore.bench.environment import environment
-from actstore.bench.result import Result
+from actstore.bench.result import Result, RowResult
 from actstore.codecs import Int8, Raw
 from benchmarks.gpu import (
     compile as gpu_compile,
@@ -30,6 +30,9 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu import (
     parts as gpu_parts,
+)
+from benchmarks.gpu import (
+    place as gpu_place,
 )
 from benchmarks.gpu import (
     run as gpu,
@@ -79,6 +82,20 @@ def test_rate() -> None:
     assert found["gbps"] == 1000.0
 
 
+@pytest.mark.parametrize(("failed", "joules"), [(0, 12.5), (3, None)])
+def test_energy_is_what_nvml_tells(monkeypatch: pytest.MonkeyPatch, failed: int, joules: float | None) -> None:
+    class Nvml:
+        def nvmlDeviceGetTotalEnergyConsumption(self, device: object, found: Any) -> int:
+            assert device == "device"
+            found._obj.value = 12_500  # millijoules
+            return failed
+
+    monkeypatch.setattr(gpu_place, "_nvml", Nvml)
+    monkeypatch.setattr(gpu_place, "_nvml_device", lambda: "device")
+    assert Place("cuda").energy_j() == joules
+    assert CPU.energy_j() is None
+
+
 def test_a_lossless_row_that_is_not_exact_is_named(result: Result) -> None:
     for row in result.rows:
         row.bit_equal, row.loss_hex, row.failed = True, result.rows[0].loss_hex, ""
@@ -93,7 +110,9 @@ def test_the_exact_rows_are_there_and_plain_is_first(place: Place) -> None:
     work, rows = gpu_exact.job(place)
     assert work.device == place.device
     assert rows[0].name == "plain"
-    assert {row.name for row in rows} == set(place.sized(gpu_exact.LOSSLESS, gpu_exact.DRY_ROWS))
+    assert {row.name for row in rows} == set(place.sized(gpu_exact.LOSSLESS, gpu_exact.DRY_ROWS[:2]))
+    _, timed = gpu_exact.job(place, times=True)
+    assert {row.name for row in timed} == set(place.sized(gpu_exact.TIMED, gpu_exact.DRY_ROWS))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -291,4 +310,50 @@ def test_the_page_shows_what_was_measured_and_nothing_else(result: Result) -> No
     assert "- int8 float32 is left out: runs on a CPU" in page
     assert "pinned host" not in page
     assert "**stopped** after 9.0 s: a \\| b" in page
+    waiting = page.partition("## What waits for a machine\n")[2].partition("\n## ")[0]
+    assert "- Loss curves: derive(int8); int8; keep; recompute(int8).\n" in waiting
+    assert "- The transfer engine: exposed; hidden; link; payloads; pinning; price; steady.\n" in waiting
+    for title in gpu_page._TITLES.values():
+        assert (f"- {title}: " in waiting) == (title not in ("Codecs", "Host time for a saved tensor of 4 KB")), title
+    assert "- Random models under lossy policies: all of it.\n" in waiting
     assert "- raw @ disk failed: OSError: the disk is full" in page
+    other = {"exact": parts["exact"] | {"environment": env | {"gpu": None}}}  # of a CPU
+    page = gpu_page.page({"gpu": "Some GPU", "dry_run": False, "parts": other}, {})
+    assert "## Exactness" not in page
+    assert "- Exactness in float32: derive; expack; plain; " in page
+
+
+def test_published_pages_are_written_from_their_figures() -> None:
+    published = [path for path in gpu.RESULTS.glob("*.md") if path.with_suffix(".json").exists()]
+    assert published
+    for path in published:
+        found = json.loads(path.with_suffix(".json").read_text())
+        assert not found["dry_run"]
+        assert {part["environment"]["gpu"] for part in found["parts"].values()} == {found["gpu"]}
+        pictures = {file: f"{path.stem}-{file}" for file in gpu_parts.PICTURES}
+        drawn = {file: name for file, name in pictures.items() if (gpu.RESULTS / name).exists()}
+        assert path.read_text() == gpu_page.page(found, drawn), f"run python -m benchmarks.gpu.run --page {path.stem}"
+
+
+def test_rows_that_this_commit_has_trained_do_not_train_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trained: list[list[str]] = []
+
+    def run(work: Any, rows: list[Any], row_done: Any) -> Result:
+        trained.append([row.name for row in rows])
+        found = Result({}, work.to_dict())
+        for row in rows:
+            fails = "stopped" if len(trained) == 1 and row.name == "derive" else ""
+            found.rows.append(RowResult(row.name, row.kind, bit_equal=True, loss_hex=(3.0).hex(), failed=fails))
+            row_done(found)
+        return found
+
+    monkeypatch.setattr(gpu_exact, "run", run)
+    work, rows = gpu_exact.job(Place("cuda"))
+    path = tmp_path / "exact.json"
+    for commit in ("one", "one", "one", "two"):
+        monkeypatch.setenv(gpu_place.COMMIT, commit)
+        result = gpu_exact.run_all(work, rows, path)
+        assert [row.name for row in result.rows] == [row.name for row in rows]
+    names = [row.name for row in rows]
+    assert trained == [names, ["plain", "derive"], names]
+    assert (gpu_exact.inexact(result), result.failed, result.workload) == ([], [], work.to_dict())

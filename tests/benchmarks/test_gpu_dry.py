@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -45,10 +46,15 @@ for module in sys.argv[1:]:
 
 
 # Those that draw pictures; the others start as many tests as they do on a GPU, which are tests of their own here.
+@pytest.mark.more
 @pytest.mark.timeout(700)  # on a machine that others use too
 @pytest.mark.parametrize(
     "names",
-    [("llama", "transfer", "context"), pytest.param([part.name for part in PARTS], marks=pytest.mark.slow)],
+    [
+        ("llama", "transfer", "context"),
+        pytest.param(("vit", "context24", "curves"), marks=pytest.mark.slow),
+        pytest.param([part.name for part in PARTS], marks=pytest.mark.slow),
+    ],
     ids=len,
 )
 def test_every_part_runs_on_a_cpu(names: Sequence[str], tmp_path: Path) -> None:
@@ -69,16 +75,21 @@ def test_every_part_runs_on_a_cpu(names: Sequence[str], tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=gpu.ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
-        "parts", "dry-run.json", "dry-run.md", *(f"dry-run-{file}" for file in PICTURES)
+        "parts", "dry-run.json", "dry-run.md", *(f"dry-run-{file}" for file in PICTURES if part_of(file) in names)
     }  # fmt: skip
     found = json.loads((tmp_path / "dry-run.json").read_text())
     assert found["dry_run"] is True
     assert {name: part["status"] for name, part in found["parts"].items()} == dict.fromkeys(names, "ok")
     page = (tmp_path / "dry-run.md").read_text()
     assert page.startswith("**A dry run on a CPU: it shows that everything runs. No figure here is of a GPU.**\n")
-    for file in ("llama.png", "llama-timeline.png", "context.png", "transfer.png"):
+    for file in [file for file in PICTURES if part_of(file) in names and file.endswith(".png")]:
         assert f"(dry-run-{file})" in page
         assert (tmp_path / f"dry-run-{file}").read_bytes().startswith(b"\x89PNG")
+
+
+def part_of(picture: str) -> str:
+    """The part that draws a picture: ``llama`` of ``llama-timeline.png``."""
+    return re.split("[-.]", picture)[0]
 
 
 def test_parts_start_without_packages_that_they_do_not_need() -> None:

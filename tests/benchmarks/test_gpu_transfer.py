@@ -35,7 +35,7 @@ from benchmarks.gpu import (
     transfer as gpu_transfer,
 )
 from benchmarks.gpu.chain import Chain
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import COMMIT, Place
 from benchmarks.gpu.shuttle import Shuttle, shuttle_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
@@ -188,7 +188,26 @@ def test_what_fails_is_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     assert seen == [1]
     assert found["second"] == 2
     assert found["failed"] == {"first": "OSError: no memory"}
+    assert found["commits"] == {"second": ""}
     assert json.loads(file.read_text()) == found
+
+
+def test_measurements_of_this_commit_are_not_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(commit: str, value: int, *, fails: bool = False) -> dict[str, Any]:
+        def late(place: Place, found: dict[str, Any], save: Any) -> int:
+            assert not fails, "stopped"
+            return value
+
+        monkeypatch.setenv(COMMIT, commit)
+        first: Any = lambda place, found, save: value  # noqa: E731
+        return gpu_transfer.run_all({"first": first, "late": late}, tmp_path / "found.json", HERE)
+
+    assert "late" not in run("one", 1, fails=True)
+    found = run("one", 2)
+    assert (found["first"], found["late"], found["failed"]) == (1, 2, {})
+    found = run("two", 3)
+    assert (found["first"], found["late"], found["commits"]) == (3, 3, {"first": "two", "late": "two"})
+    assert run("", 4)["first"] == 4  # an unknown commit has measured nothing
 
 
 def test_without_a_gpu_the_measurement_says_so(tmp_path: Path) -> None:
@@ -255,7 +274,7 @@ def test_the_price_of_a_buffer_is_shown() -> None:
 
 
 def test_half_a_measurement_makes_a_page() -> None:
-    env = {"time": "now", "actstore": "1", "torch": "2", "python": "3"}
+    env = {"gpu": "Some GPU", "time": "now", "actstore": "1", "torch": "2", "python": "3"}
     for part in [{}, *({name: FIGURES[name]} for name in FIGURES if name not in NOTHING)]:
         figures = {**NOTHING, **part}
         found = {"environment": env, "status": "stopped", "seconds": 1, "said": "", "figures": figures}

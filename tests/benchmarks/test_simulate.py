@@ -298,10 +298,9 @@ def test_a_preset_trains_a_model(name: str) -> None:
     assert (hardware.links.back > 2 * hardware.links.out) == (hardware is GH200)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in published.rows()])
-def test_published_figures(row: published.Row) -> None:
-    if not row.fitted:
-        assert row.ours == pytest.approx(row.published, rel=0.1)
+def test_published_figures() -> None:
+    compared = [row for row in published.rows() if not row.fitted]
+    assert [row for row in compared if row.ours != pytest.approx(row.published, rel=0.1)] == []
 
 
 def test_offloaded_inputs_are_useless_where_the_peak_is_in_the_recomputation() -> None:

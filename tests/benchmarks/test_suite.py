@@ -13,13 +13,14 @@ import pytest
 
 from actstore.bench.peers.rows import ROWS, Row
 from actstore.bench.result import Duel, Result
-from actstore.bench.workloads import MODELS
+from actstore.bench.workloads import MODELS, sized
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 from actstore.trace import Event
 from benchmarks import largest, machine
-from benchmarks.suite import breakdown, convergence, page, scaling
+from benchmarks.suite import breakdown, convergence, long, page, scaling
 from benchmarks.suite import run as suite
+from tests.bench.legible import faults
 
 MS = 1_000_000
 
@@ -28,13 +29,31 @@ def test_every_workload_is_a_part() -> None:
     for quick in (False, True):
         names = [part.name for part in suite.parts(quick, [])]
         assert names == [*MODELS, *page.SECTIONS]
-    assert sum(part.minutes for part in suite.parts(False, [])) < 110
+    assert sum(part.minutes for part in suite.parts(False, [])) < 125
 
 
 def test_the_rows_of_all_parts_exist() -> None:
     known = {row.name for row in ROWS}
     for part in (scaling, largest, convergence):
         assert set(part.ROWS) <= known
+
+
+def test_rows_of_long_contexts_compute_the_same(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Each loss is that of the whole; its peak, at a size where logits are most of it, is lower in slices."""
+    monkeypatch.setattr(long, "find_spec", lambda _: None)  # TRL takes seconds to import
+    works = [sized(model, layers=1, width=16, heads=4, context=256, batch=1) for model in long.MODELS]
+    found: list[dict[str, Any]] = []
+    long.measure(works, 4096, 1, found.append)
+    assert len(found) == 2
+    for run in found[-1]["runs"]:
+        rows = {row["name"]: row for row in run["rows"]}
+        assert {"plain", long.BASE, long.OURS, "torch checkpoint"} <= rows.keys()
+        assert all(row["gradient_error"] < 1e-5 for row in rows.values())
+        assert all(row["loss_error"] < 1e-6 for name, row in rows.items() if name != "plain")
+        assert rows[long.OURS]["peak"] < 0.35
+        assert rows["plain"]["peak_bytes"] >= rows[long.BASE]["peak_bytes"]
+    assert sum(long.OURS in line for line in long.lines(found[-1])) == 2
+    assert faults(long.draw(found[-1])) == []
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from actstore.cli import app as cli
+from actstore.cli import commands
+from actstore.cli import machine as facts
 from actstore.cli.doctor import render
-from actstore.cli.machine import disk as disks
-from actstore.cli.machine import packages
-from actstore.cli.machine.disk import disk
-from actstore.cli.machine.kernels import PINNED_NBYTES, Cuda, Gpu, driver
-from actstore.cli.machine.machine import Machine, machine
-from actstore.cli.machine.memory import Allocator
+from actstore.cli.machine import PINNED_NBYTES, Allocator, Cuda, Gpu, Machine, disk, driver, machine
 from actstore.devices.host_memory import cgroup_limit
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +70,7 @@ def text(found: Machine, width: int) -> str:
 
 def test_it_tells_the_facts_of_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
-    done = CliRunner().invoke(cli.app, ["doctor", "--folder", str(tmp_path), "--json", str(file)])
+    done = CliRunner().invoke(commands.app, ["doctor", "--folder", str(tmp_path), "--json", str(file)])
     assert done.exit_code == 0, done.output
     facts = json.loads(file.read_text())
     assert facts["format"] == "actstore doctor 1"
@@ -111,23 +107,23 @@ def test_without_all_optional_packages_it_names_the_command_of_each(tmp_path: Pa
 
 @pytest.mark.parametrize("name", [name for name in OPTIONAL if name not in ("cupy", "kvikio")])
 def test_one_package_that_is_missing_is_one_feature(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    find = packages.find_spec
-    monkeypatch.setattr(packages, "IMPORTED", ())
-    monkeypatch.setattr(packages, "find_spec", lambda each: find("torch") if each != name else None)
-    found = packages.packages()
-    assert found[name] == packages.Package(name, "missing")
-    (missing,) = packages.missing(found, None)
+    find = facts.find_spec
+    monkeypatch.setattr(facts, "IMPORTED", ())
+    monkeypatch.setattr(facts, "find_spec", lambda each: find("torch") if each != name else None)
+    found = facts.packages()
+    assert found[name] == facts.Package(name, "missing")
+    (missing,) = facts.missing(found, None)
     extra = re.fullmatch(r"pip install 'actstore\[(\w+)\]'", missing.command)
     assert extra is not None
-    wanted = packages.DISTRIBUTIONS.get(name, (name,))
+    wanted = facts.DISTRIBUTIONS.get(name, (name,))
     assert any(re.match(rf"{each}\b", need) for each in wanted for need in EXTRAS[extra[1]])
 
 
 @pytest.mark.parametrize("cuda", ["12", "13"])
 def test_what_is_for_gpus_is_named_where_there_is_one(cuda: str) -> None:
-    found = {name: packages.Package(name, "missing") for name in packages.NAMES}
-    here = {each.command for each in packages.missing(found, cuda)}
-    elsewhere = {each.command for each in packages.missing(found, None)}
+    found = {name: facts.Package(name, "missing") for name in facts.NAMES}
+    here = {each.command for each in facts.missing(found, cuda)}
+    elsewhere = {each.command for each in facts.missing(found, None)}
     assert here - elsewhere == {f"pip install 'actstore[cuda{cuda}]'", f"pip install 'actstore[gds{cuda}]'"}
     assert {f"cuda{cuda}", f"gds{cuda}"} <= set(EXTRAS)
 
@@ -136,9 +132,9 @@ def test_a_package_whose_import_fails_is_broken(monkeypatch: pytest.MonkeyPatch,
     def fail(name: str) -> None:
         raise OSError(f"lib{name}.so: cannot open shared object file")
 
-    monkeypatch.setattr(packages, "import_module", fail)
-    monkeypatch.setattr(packages, "find_spec", lambda _: object())
-    found = replace(here, packages=packages.packages())
+    monkeypatch.setattr(facts, "import_module", fail)
+    monkeypatch.setattr(facts, "find_spec", lambda _: object())
+    found = replace(here, packages=facts.packages())
     assert "numba is installed, but its import fails: OSError: libnumba.so: cannot open shared object file" in (
         found.broken
     )
@@ -146,7 +142,7 @@ def test_a_package_whose_import_fails_is_broken(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_folder_that_cannot_hold_the_tier_is_broken() -> None:
-    done = CliRunner().invoke(cli.app, ["doctor", "--folder", "/no/such/folder"])
+    done = CliRunner().invoke(commands.app, ["doctor", "--folder", "/no/such/folder"])
     assert done.exit_code == 1
     said = " ".join(done.output.split())
     assert "Disk(path='/no/such/folder') cannot hold the disk tier: No such file or directory" in said
@@ -176,14 +172,14 @@ def test_without_a_compiler_it_says_how_to_get_one(here: Machine) -> None:
 
 
 def test_a_slow_disk_is_measured_with_fewer_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disks, "PASS_LIMIT_S", 0.0)
+    monkeypatch.setattr(facts, "PASS_LIMIT_S", 0.0)
     found = disk(tmp_path)
     assert found.write_bytes_per_s
     assert found.read_bytes_per_s
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Machine) -> None:
-    monkeypatch.setattr(disks.DiskTier, "reserve", lambda *_: None)
+    monkeypatch.setattr(facts.DiskTier, "reserve", lambda *_: None)
     found = disk(tmp_path)
     assert (found.write_bytes_per_s, found.error) == (None, "")
     assert "not measured: the disk is full" in text(replace(here, disk=found), 80)

@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
 
 from actstore.cli import app as cli
-from actstore.cli import fit as command
+from actstore.cli import steps as command
 
 SCRIPT = """
 import sys
@@ -56,6 +57,20 @@ def test_fit_prints_the_table_and_writes_json(monkeypatch, tmp_path, capsys):
     assert values["sizes"] == {"batch": 64}
     assert values["largest"]["plain"]["batch"] > 64
     assert [row["at_peak"]["weights"] for row in values["rows"]] == 3 * [4 * (2 * 512 * 2048 + 2048 + 512)]
+
+
+def test_fit_finds_the_largest_size_of_all(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "int8", "--memory", "80MiB", "--batch", "auto")
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"largest batch: \d{4}, under 'plain'; a step needs 80.0 MiB, most of it at \w+Backward0 in 2", text
+    )
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, tmp_path, "make_step", "512", "--policy", "int8", "--memory", "80MiB", "--batch", "many")
+    assert end.value.code == 2
+    assert "actstore: batch='many': must be an int" in capsys.readouterr().err
 
 
 def test_fit_without_an_optimizer(monkeypatch, tmp_path, capsys):

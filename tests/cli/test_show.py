@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from actstore.bench.result import Result
-from actstore.cli import app as cli
+from actstore.cli import commands
+from actstore.cli.app import main
 from actstore.trace import Trace
 
 MS = 1_000_000
@@ -34,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def show(*arguments: object) -> str:
-    done = CliRunner().invoke(cli.app, ["show", *map(str, arguments)])
+    done = CliRunner().invoke(commands.app, ["show", *map(str, arguments)])
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -42,7 +43,7 @@ def show(*arguments: object) -> str:
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     monkeypatch.setattr(sys, "argv", ["actstore", "show", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
-        cli.main()
+        main()
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("actstore: ")

@@ -131,6 +131,7 @@ def tensors(draw, dtype):
     return tensor_of(bits.tobytes(), getattr(torch, dtype))
 
 
+@pytest.mark.more
 @given(drawn(CODECS, tensors))
 def test_all_implementations_agree(case):
     check_codec(*case)

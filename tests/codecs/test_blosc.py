@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actstore import ActivationStore
 from actstore.base.spec import Spec
 from actstore.codecs import AtMost, Int8, Intpack, Lz4, Raw, Zmask, Zstd
-from actstore.errors import ChainError, ConfigError, PayloadError, SpecError
+from actstore.errors import ChainError, ConfigError, KernelUnavailable, PayloadError, SpecError
 from actstore.kernels import blosc
 from actstore.policy import parse_decision
 from tests.codecs.contract import GUARD, POISON, aligned, check_codec, storage_bytes, tensor_of
@@ -199,6 +200,14 @@ def test_the_library_is_loaded_by_the_first_encode(missing):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("policy", ["zstd", "lz4(zmask) @ disk", "0 : recompute(zstd(int8) @ host)"])
+def test_a_store_needs_the_library_when_it_is_built(policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    blosc.library.cache_clear()
+    with pytest.raises(KernelUnavailable, match=r"blosc2 is not installed. Run pip install 'actstore\[bytes\]'"):
+        ActivationStore(torch.nn.Sequential(torch.nn.Linear(2, 2)), policy)
 
 
 @pytest.mark.parametrize("shape", [(200, 30), (30, 200)])

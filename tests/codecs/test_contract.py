@@ -119,7 +119,8 @@ def test_refuses_a_strange_payload(codec):
 @pytest.mark.parametrize("codec", VARIANTS, ids=codec_text)
 def test_is_a_value(codec):
     other = pickle.loads(pickle.dumps(codec))
-    codec.encode(torch.ones(200, dtype=getattr(torch, turn(codec))), aligned(1 << 14)[1])
+    if codec in CODECS:  # what encodes stays equal; the others would compile kernels for it
+        codec.encode(torch.ones(200, dtype=getattr(torch, turn(codec))), aligned(1 << 14)[1])
     assert other == codec == copy.deepcopy(codec) == pickle.loads(pickle.dumps(codec))
     assert hash(other) == hash(codec)
     assert eval(repr(codec), vars(codecs)) == codec

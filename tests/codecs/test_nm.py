@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from actstore.base.spec import Spec
 from actstore.codecs import Nm
-from actstore.codecs.nm import GROUPS
+from actstore.codecs.sparse import NM_GROUPS
 from actstore.errors import ConfigError, SpecError
 from tests.codecs.contract import check_codec, tensor_of
 from tests.codecs.test_int8 import elements
 from tests.codecs.test_topk import check_rows, roundtrip
 
-pairs = st.sampled_from(GROUPS).flatmap(lambda m: st.tuples(st.integers(1, m - 1), st.just(m)))
+pairs = st.sampled_from(NM_GROUPS).flatmap(lambda m: st.tuples(st.integers(1, m - 1), st.just(m)))
 
 
 @given(elements(), pairs)
@@ -24,7 +24,7 @@ def test_keeps_the_largest(case, pair):
     check_rows(x, payload, back, m, lambda size: min(n, size))
 
 
-@pytest.mark.parametrize("m", GROUPS)
+@pytest.mark.parametrize("m", NM_GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_pattern_of_16_bits(dtype, m):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
@@ -35,7 +35,7 @@ def test_every_pattern_of_16_bits(dtype, m):
     check_codec(Nm(m - 1, m), x[order][:2048])
 
 
-@pytest.mark.parametrize("m", GROUPS)
+@pytest.mark.parametrize("m", NM_GROUPS)
 def test_of_equal_ones_the_first_are_kept(m):
     signs = torch.where(torch.arange(4 * m) % 2 == 0, 1.0, -1.0)
     for n in range(1, m):

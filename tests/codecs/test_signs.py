@@ -12,10 +12,10 @@ from hypothesis import given
 from actstore import encode
 from actstore.base.spec import Spec
 from actstore.codecs import E5m6, Fp8, Hadamard128, Int4, Int8, Nf4, Raw, Topk, Zmask, Zstd
-from actstore.codecs.signs import SignedCodec
+from actstore.codecs.dispatch import SignedCodec
 from actstore.errors import ConfigError
 from actstore.policy.options import codec_text
-from tests.codecs.contract import cases, check_codec, drawn, tensor_of
+from tests.codecs.contract import cases, check_codec, drawn, tensor_of, turn
 from tests.codecs.test_int8 import elements
 from tests.oracles import find
 from tests.oracles.samples import DTYPES, behind_relu, to_bytes
@@ -54,8 +54,9 @@ def test_signs_are_kept_behind_relu(codec, dtype):
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor has no such mode")
 @pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
 def test_signs_of_denormals_are_kept_where_the_processor_takes_them_for_zeros(codec):
-    x = torch.zeros(40, 64)
-    x[:, ::2], x[:, 1], x[20, 4] = 1e-40, torch.linspace(0, 1, 40), -1e-41
+    dtype = getattr(torch, turn(codec))
+    x, denormal = torch.zeros(40, 64, dtype=dtype), torch.finfo(dtype).tiny / 64
+    x[:, ::2], x[:, 1], x[20, 4] = denormal, torch.linspace(0, 1, 40), -denormal
     payloads = [torch.zeros(codec.size(Spec.of(x)).nbytes, dtype=torch.uint8) for _ in range(2)]
     codec.encode(x, payloads[0], 7)
     torch.set_flush_denormal(True)
@@ -105,7 +106,7 @@ def test_the_bias_of_fp8():
 @pytest.mark.parametrize("codec", KEEPING, ids=codec_text)
 def test_the_format_is_the_plain_one(codec):
     """As many bytes; and of elements that no rounding takes to zero, the same bytes."""
-    plain, x = replace(codec, signs="round"), torch.rand(40, 64) + 1
+    plain, x = replace(codec, signs="round"), torch.rand(40, 64, dtype=getattr(torch, turn(codec))) + 1
     assert codec.size(Spec.of(x)) == plain.size(Spec.of(x))
     payloads = [torch.zeros(codec.size(Spec.of(x)).nbytes, dtype=torch.uint8) for _ in range(2)]
     for each, payload in zip((codec, plain), payloads, strict=True):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from actstore.base.spec import Spec
 from actstore.codecs import Bit1, Codec, Expack, Int3, Int4, Int5, Int6, Int8, Raw
-from actstore.compiled.formats.codecs import graph_codec
-from actstore.compiled.formats.groups import group_tensor
+from actstore.compiled.formats.codecs import graph_codec, group_tensor
 from tests.autograd.checks import check_same
 
 SHAPES = [(128,), (4, 128), (3, 5, 64), (3, 6, 64), (5, 4, 32), (101, 97), (2, 3, 7, 64), (1, 1), (256, 3)]

@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 from actstore import ActivationStore
 from actstore.compiled import edit
-from actstore.compiled.channels import channels_last_nodes
+from actstore.compiled.arrange import channels_last_nodes
 from actstore.compiled.graph import name_of
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import (

@@ -87,6 +87,19 @@ def test_a_payload_that_something_writes_to_is_refused_under_verify(verifies: bo
     check_drained(store)
 
 
+def test_derive_with_a_codec_encodes_in_graphs() -> None:
+    """A graph encodes what `derive` drops elsewhere: gradients are those of the codec alone."""
+    found = []
+    for policy in ("derive(int8)", "int8"):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(32, 64)
+        store = ActivationStore(model, policy, min_bytes=0)
+        store.compile(backend="aot_eager")
+        found.append((gradients(model, x, store), store.report()))
+    check_same(found[0][0], found[1][0])
+    assert found[0][1].held_bytes == found[1][1].held_bytes
+
+
 def test_masks_are_bits_under_derive() -> None:
     found = []
     for policy in ("derive", "keep"):

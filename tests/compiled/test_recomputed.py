@@ -227,7 +227,7 @@ def test_the_state_of_a_generator_is_no_payload() -> None:
 def test_what_graphs_cannot_recompute_is_refused() -> None:
     model, _ = make(Mlp)
     for decision in ("recompute(segment=2)", "recompute(schedule=sqrt)", "recompute(first=1)"):
-        with pytest.raises(ConfigError, match="segment, schedule and first are not for compiled graphs"):
+        with pytest.raises(ConfigError, match="segment, schedule, first and tiles are not for compiled graphs"):
             ActivationStore(model, f"blocks.* : {decision}").compile(backend="aot_eager")
     store = ActivationStore(model, "blocks.* : recompute", min_bytes=0)
     with store, pytest.raises(StateError, match="Compile it before the first step"):

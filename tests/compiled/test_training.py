@@ -253,7 +253,7 @@ def test_outside_of_the_store_the_graphs_are_the_same() -> None:
     assert store.report().saved_bytes == before
     with torch.no_grad(), store:
         model(x)
-    assert store.report().saved_bytes == 0
+    assert store.report().saved_bytes == before  # an evaluation keeps the report
 
 
 def test_dropout() -> None:

@@ -156,6 +156,20 @@ def test_no_room_for_the_pages_is_a_refusal(cudart):
     assert Accelerator(torch.device("cuda:0")).pinned(2**62) is None
 
 
+def test_memory_is_spare_within_the_limit_and_above_the_peak(cudart, monkeypatch):
+    figures = {"mem_get_info": (40, 100), "memory_reserved": 30, "max_memory_allocated": 25}
+    figures["get_per_process_memory_fraction"] = 1.0
+    for figure in list(figures):
+        monkeypatch.setattr(torch.cuda, figure, lambda device, figure=figure: figures[figure])
+    device = Accelerator(torch.device("cuda:0"))
+    assert device.spare_nbytes() == 40 + 30 - 25
+    figures["get_per_process_memory_fraction"] = 0.5
+    assert device.spare_nbytes() == 50 - 25
+    figures["get_per_process_memory_fraction"] = 0.2
+    assert device.spare_nbytes() == 0
+    assert Accelerator(torch.device("xpu:0")).spare_nbytes() == 0
+
+
 def test_memory_that_was_not_registered_is_an_error_to_unpin(cudart):
     device = Accelerator(torch.device("cuda:0"))
     memory = device.pinned(PAGE)

@@ -27,6 +27,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def test_trim_returns_free_blocks_of_the_heap() -> None:
+    run("""
+        from actstore.bench.memory import rss_bytes
+        from actstore.devices import cpu_memory
+        blocks = [bytes([1]) * 50_000 for _ in range(4_000)]
+        del blocks[::2]  # the others keep glibc from returning its top
+        before = rss_bytes()
+        cpu_memory.trim()
+        assert before - rss_bytes() > 60 * 2**20, (before, rss_bytes())
+    """)
+
+
 def run(code: str, **environment: str) -> str:
     """What a process of its own prints, whose exit code is 0."""
     names = {key: value for key, value in os.environ.items() if key != cpu_memory.VARIABLE}

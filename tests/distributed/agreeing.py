@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actstore import ActivationStore, Auto
-from actstore.auto import group_planner
+from actstore.auto import planner
 from actstore.auto.group import ROUND_STEPS, GroupBoard
-from actstore.auto.group_planner import slowest_sample
+from actstore.auto.planner import slowest_sample
 from actstore.auto.sample import Sample
 from actstore.errors import CapacityError, ConfigError, StateError
 from tests.distributed.jobs import build_tp
@@ -126,7 +126,7 @@ def steps_of_the_group() -> Iterator[list[float]]:
         found.append(slowest_sample(samples).total)
         return slowest_sample(samples)
 
-    with mock.patch.object(group_planner, "slowest_sample", slowest):
+    with mock.patch.object(planner, "slowest_sample", slowest):
         yield found
 
 

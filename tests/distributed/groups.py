@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from actstore import ActivationStore, Group, Window
 from actstore.errors import ReplicaError, TransferError
-from actstore.tiers.group import GroupTier
-from actstore.tiers.peers import Peers
+from actstore.tiers.group import GroupTier, Peers
 from tests.autograd.checks import check_drained, same_bits
 from tests.distributed.jobs import build_tp
 from tests.distributed.training import Model, batch, check_equal, local, loss_of

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from actstore import ActivationStore, Auto
-from actstore.auto import group_planner, group_store
+from actstore.auto import group_store, planner
 from actstore.errors import StateError
 from tests.distributed.agreeing import Job, of_all
 from tests.distributed.training import Model, batch, loss_of
@@ -83,7 +83,7 @@ def planned() -> Job:
 
 def steady() -> object:
     """No plan is made anew because of times."""
-    return mock.patch.object(group_planner.GroupPlanner, "review", return_value=None)
+    return mock.patch.object(planner.GroupPlanner, "review", return_value=None)
 
 
 def steps_of_leader(job: Job) -> object:

@@ -51,6 +51,7 @@ SLOW = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_two_ranks(tmp_path: Path) -> None:
     check_jobs(2, [*EXPERTS, *RULED, *MESSAGES, CONTEXT[-1]], tmp_path, 270)
 

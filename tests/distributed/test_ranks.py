@@ -32,6 +32,7 @@ def check(world: int, names: list[str], folder: Path, timeout_s: float) -> None:
     assert outcome.end == f"process {world - 1} terminated with exit code 1", outcome
 
 
+@pytest.mark.more
 def test_two_ranks(tmp_path: Path) -> None:
     check(2, JOBS, tmp_path, 270)
 

@@ -22,15 +22,14 @@ import typer
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-from actstore.cli.app import app
+from actstore.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
-LANGUAGES = {"python", "sh", "text", "toml"}
+LANGUAGES = {"python", "sh", "text", "toml", "yaml"}
 NEEDS = {
-    "docs/guide/huggingface.md": ("transformers", "accelerate", "peft"),
-    "docs/guide/lightning.md": ("lightning",),
+    "docs/guide/trainers.md": ("transformers", "accelerate", "peft", "lightning"),
 }
 YOURS = ("train.py", "my_module.py")  # scripts of the reader
 SYBIL = Sybil([PythonCodeBlockParser(), SkipParser()])
@@ -41,6 +40,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
+@pytest.mark.promise
 @pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")  # of workers and devices of this machine

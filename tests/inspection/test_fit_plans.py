@@ -122,7 +122,7 @@ def test_of_a_memory_that_is_too_small_the_plan_that_needs_least_is_shown(rates)
 
 def test_a_plan_for_a_gpu_uses_host_memory_where_its_link_is_fast(rates):
     def make_step():
-        block = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(64)]
+        block = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(12)]
         model, x = nn.Sequential(*block), torch.ones(2048, 256)
         return model, lambda: model(x).square().mean()
 
@@ -222,9 +222,9 @@ def test_the_plan_is_below_the_table_and_in_the_json(rates):
     note = " ".join(str(found).splitlines()[3:-1])
     assert note.startswith("auto: plan for ")
     assert re.search(r"; blocks\.\d-\d\S* : ", note)
-    assert note.endswith("; * : keep")
+    assert "; * : keep" in note
     values = json.loads(found.to_json())["rows"][1]
-    assert (values["plan"], values["budget_bytes"], values["frugal_bytes"]) == row[-3:]
+    assert (values["plan"], values["budget_bytes"], values["frugal_bytes"], values["peak_at"]) == row[-4:]
 
 
 @pytest.mark.parametrize(

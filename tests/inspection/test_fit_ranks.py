@@ -9,7 +9,7 @@ from actstore import fit_step
 from actstore.devices import cpu_memory
 from actstore.errors import ConfigError
 from actstore.inspection.fit.memory import LiveMemory
-from actstore.inspection.fit.split import output_parts
+from actstore.inspection.fit.shards import output_parts
 
 pytestmark = pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from actstore import fit_step
 from actstore.devices import cpu_memory
-from actstore.inspection.fit.largest import largest
+from actstore.inspection.fit.fit import largest
 from tests.inspection.steps_to_fit import SIZES, Mlp, make_mlp, maker, measured
 
 pytestmark = pytest.mark.skipif(not cpu_memory.count(), reason="the bytes of CPU tensors cannot be counted here")

@@ -10,7 +10,7 @@ from actstore.base.units import format_nbytes
 from actstore.devices import cpu_memory
 from actstore.inspection import InspectedTensor, MemoryPoint, Timeline
 from actstore.inspection.beside import BesideActivations
-from actstore.inspection.page import page
+from actstore.inspection.result import page
 from tests.inspection.test_inspect import inspected
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

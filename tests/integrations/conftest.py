@@ -7,7 +7,10 @@ import warnings
 import pytest
 import torch
 
+from tests.models.libraries import import_torchvision
+
 os.environ["HF_HUB_OFFLINE"] = "1"
+import_torchvision()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ ActivationStoreCallback, _load = quietly("actstore.integrations.huggingface", "A
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the disk tier's folder:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),  # SFTConfig's default
 ]
 
 STEPS = 20
@@ -173,7 +172,7 @@ def test_evaluation_is_not_stored(tmp_path):
             entered.append(replace(callback.store.report(), process=None) == before)
             return result
 
-    callback = ActivationStoreCallback("raw @ disk", min_bytes=0)
+    callback = ActivationStoreCallback("recompute", min_bytes=0)  # copies to a disk would end in between
     make_trainer(tmp_path, [callback], kind=Counting, max_steps=2, eval_strategy="steps", eval_steps=1).train()
     assert entered
     assert all(entered)
@@ -318,92 +317,6 @@ def test_data_parallel_is_refused(tmp_path):
 def test_a_callback_without_a_trainer_is_refused():
     with pytest.raises(actstore.errors.StateError, match="with ActivationStore"):
         ActivationStoreCallback("recompute").on_train_begin(None, None, None, model=llama())
-
-
-# -- TRL --------------------------------------------------------------------------------------------------------------
-
-
-def tokenizer_of_words():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    (PreTrainedTokenizerFast,) = quietly("transformers", "PreTrainedTokenizerFast")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
-def make_sft(folder, callbacks=(), **options):
-    SFTConfig, SFTTrainer = quietly("trl", "SFTConfig", "SFTTrainer")
-    (Dataset,) = quietly("datasets", "Dataset")
-    texts = [" ".join(f"w{int(i)}" for i in row["input_ids"] % 62) for row in tokens()]
-    options = {"max_steps": STEPS, "logging_steps": 5, "gradient_checkpointing": False, **options}
-    arguments = SFTConfig(
-        str(folder),
-        per_device_train_batch_size=4,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        **options,
-    )
-    return SFTTrainer(
-        llama(),
-        arguments,
-        train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer_of_words(),
-        callbacks=list(callbacks),
-    )
-
-
-def test_sft_trainer(tmp_path):
-    plain = make_sft(tmp_path)
-    plain.train()
-    callback = ActivationStoreCallback("recompute(raw @ disk)", min_bytes=0)
-    stored = make_sft(tmp_path, [callback])
-    stored.train()
-    assert losses(stored) == losses(plain)
-    assert same_weights(stored.model, plain.model)
-    assert callback.store.report().held_bytes < 0.8 * callback.store.report().saved_bytes
-
-
-def make_dpo(folder, callbacks=()):
-    """A DPOTrainer with TRL's defaults, which switches the model's checkpoints around its reference model."""
-    DPOConfig, DPOTrainer = quietly("trl", "DPOConfig", "DPOTrainer")
-    (Dataset,) = quietly("datasets", "Dataset")
-    texts = [" ".join(f"w{int(i)}" for i in row["input_ids"][:8] % 62) for row in tokens(12)]
-    rows = [dict(zip(("prompt", "chosen", "rejected"), texts[i : i + 3], strict=True)) for i in range(0, 12, 3)]
-    options = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
-    arguments = DPOConfig(str(folder), **options, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False)
-    return DPOTrainer(
-        llama(),
-        llama(),
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer_of_words(),
-        callbacks=list(callbacks),
-    )
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # of Transformers, in TRL
-@pytest.mark.filterwarnings("ignore:.*the model checkpoints this module, or a part of it, by itself:RuntimeWarning")
-def test_dpo_trainer(tmp_path):
-    plain = make_dpo(tmp_path)
-    plain.train()
-    stored = make_dpo(tmp_path, [ActivationStoreCallback("@blocks : recompute", min_bytes=0)])
-    stored.train()
-    assert losses(stored) == losses(plain)
-    assert same_weights(stored.model, plain.model)
-
-
-def test_activation_offloading_of_trl_is_refused(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:  # TRL asks for the accelerator when the Trainer is made
-        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-        trainer = make_sft(tmp_path, [ActivationStoreCallback("recompute")], activation_offloading=True)
-    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
-    with pytest.raises(actstore.errors.StateError, match=r"trl\..*activation_offloading=False"):
-        trainer.train()
 
 
 def test_the_decoder_of_t5_has_a_cache_in_the_trainer(tmp_path):

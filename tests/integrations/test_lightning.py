@@ -184,3 +184,31 @@ def test_a_resumed_training_has_the_weights_of_one_that_did_not_stop(tmp_path):
     assert not same_weights(half, whole)
     with pytest.raises(actstore.errors.StateError, match=r"and the store policy='. : int8'"):
         train(other, 2, "int8", ckpt_path=tmp_path / "half.ckpt")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_fabric(order, precision):
+    (Fabric,) = quietly("lightning.fabric", "Fabric")
+
+    def train(policy):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
+        fabric = Fabric(accelerator="cpu", precision=precision)
+        store = actstore.ActivationStore(model, policy, min_bytes=0)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if order == "after":
+            store = actstore.ActivationStore(model, policy, min_bytes=0)
+        for _ in range(4):
+            with store:
+                loss = model(torch.randn(8, 32)).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, store.report()
+
+    plain, _ = train("keep")
+    model, report = train("@blocks : recompute")
+    assert same_weights(model, plain)
+    assert report.held_bytes < 0.6 * report.saved_bytes
+    assert any(site.site.startswith("3") for site in report.sites), "names are those of the model inside"

@@ -1,6 +1,6 @@
 """Compiles the CUDA sources for every architecture that we name, and reads registers and spills from what ptxas says.
 
-``python -m tests.kernels.nvcc`` writes csrc/registers.md.
+``python -m tests.kernels.nvcc`` writes csrc/registers.md, with a digest of each source that it has compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from actstore.base import source
 
@@ -64,6 +63,11 @@ def version(nvcc: str) -> str:
     return re.search(r"V([\d.]+)", said)[1]  # type: ignore[index]
 
 
+def digest(name: str) -> str:
+    """SHA-256 of a source with its headers, and of the flags."""
+    return sha256("\n".join([source.read(f"{name}.cu").text, *FLAGS]).encode()).hexdigest()
+
+
 def compile_source(name: str, nvcc: str, architectures: Sequence[str] = ARCHITECTURES) -> Figures:
     """Compile one source for some architectures; what is known from an earlier run is read from build/nvcc.
 
@@ -72,7 +76,7 @@ def compile_source(name: str, nvcc: str, architectures: Sequence[str] = ARCHITEC
     AssertionError : it does not compile without a warning
     """
     text = source.read(f"{name}.cu").text
-    key = sha256("\n".join([text, version(nvcc), *FLAGS, *architectures]).encode()).hexdigest()
+    key = sha256("\n".join([digest(name), version(nvcc), *architectures]).encode()).hexdigest()
     known = BUILD / f"{name}-{len(architectures)}-{key[:16]}.json"
     if known.exists():
         return json.loads(known.read_text())  # type: ignore[no-any-return]
@@ -113,6 +117,12 @@ def read(log: str) -> Figures:
     return figures
 
 
+def spills(figures: Figures) -> list[str]:
+    """The kernels that keep values in memory, with their architectures."""
+    found = ((kernel, arch, of) for kernel, by_arch in figures.items() for arch, of in by_arch.items())
+    return [f"{kernel} for sm_{arch}: {of}" for kernel, arch, of in found if of["spill"] or of["stack"]]
+
+
 def table(figures: Figures) -> list[str]:
     """Registers per thread as lines of Markdown, a row for each kernel."""
     header = ["kernel", *(f"sm_{arch}" for arch in ARCHITECTURES)]
@@ -125,7 +135,7 @@ def page(all_figures: dict[str, Figures], nvcc_version: str) -> str:
     """csrc/registers.md."""
     lines = [HEAD.format(version=nvcc_version, flags=" ".join(FLAGS[:2]))]
     for name, figures in all_figures.items():
-        lines += ["", f"## {name}.cu", "", *table(figures)]
+        lines += ["", f"## {name}.cu", "", f"SHA-256 with its headers and flags: {digest(name)}", "", *table(figures)]
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +143,9 @@ def main() -> None:
     nvcc = compiler()
     if nvcc is None:
         raise SystemExit("no nvcc: pip install -r requirements-dev.txt")
-    all_figures: dict[str, Any] = {name: compile_source(name, nvcc) for name in sources()}
+    all_figures = {name: compile_source(name, nvcc) for name in sources()}
+    if spilled := [name for name, figures in all_figures.items() if spills(figures)]:
+        raise SystemExit(f"kernels of these sources spill: {', '.join(spilled)}")
     PAGE.write_text(page(all_figures, version(nvcc)))
 
 

@@ -1,4 +1,7 @@
-"""Every CUDA source compiles for every architecture that we name, without a warning, and no kernel spills."""
+"""Every CUDA source compiles for every architecture that we name, without a warning, and no kernel spills.
+
+`make test-slow` compiles all of them. csrc/registers.md has a digest of each source as it was when it last compiled.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,29 @@ def kernels_on_the_page(name: str) -> set[str]:
     return set(re.findall(r"^\| (\w+) \| \d", section.partition("\n## ")[0], re.MULTILINE))
 
 
-@pytest.mark.parametrize("architectures", [("90",), pytest.param(nvcc.ARCHITECTURES, marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", nvcc.sources())
+def test_the_page_is_of_the_present_sources(name: str) -> None:
+    assert nvcc.digest(name) in nvcc.PAGE.read_text(), "python -m tests.kernels.nvcc compiles it, and writes the page"
+
+
+@pytest.mark.parametrize(
+    ("name", "architectures"),
+    [("raw", ("90",)), *(pytest.param(name, nvcc.ARCHITECTURES, marks=pytest.mark.slow) for name in nvcc.sources())],
+)
 def test_compiles_without_spills(name: str, architectures: tuple[str, ...]) -> None:
     if COMPILER is None:
         pytest.skip("needs nvcc: pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime")
     figures = nvcc.compile_source(name, COMPILER, architectures)
     assert figures
-    for kernel, by_arch in figures.items():
+    assert not nvcc.spills(figures)
+    for by_arch in figures.values():
         assert list(by_arch) == list(architectures)
-        for arch, found in by_arch.items():
-            assert (found["spill"], found["stack"]) == (0, 0), f"{kernel} for sm_{arch}: {found}"
-            assert 0 < found["registers"] <= 255
+        assert all(0 < found["registers"] <= 255 for found in by_arch.values())
     assert set(figures) == kernels_on_the_page(name), "python -m tests.kernels.nvcc writes csrc/registers.md anew"
 
 
 def test_what_ptxas_says_is_read() -> None:
+    assert [line.partition(":")[0] for line in nvcc.spills(nvcc.read(LOG))] == ["one for sm_90"]
     assert nvcc.read(LOG) == {
         "one": {"90": {"stack": 8, "spill": 16, "registers": 255}},
         "two": {"100": {"stack": 0, "spill": 0, "registers": 32}},

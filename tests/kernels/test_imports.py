@@ -37,6 +37,23 @@ def test_numba_is_loaded_by_the_first_int8_and_cupy_never():
     """)
 
 
+def test_kernels_leave_scipys_blas_out_until_a_function_of_the_users_needs_it():
+    run("""
+        import sys, torch
+        import numpy as np
+        from actstore.codecs import Int8
+        Int8().encode(torch.ones(64), torch.empty(512, dtype=torch.uint8))
+        assert "numba.np.arraymath" in sys.modules
+        assert "scipy.linalg" not in sys.modules
+        import numba
+        from numba.np import arraymath, linalg
+        assert arraymath.ensure_blas is linalg.ensure_blas
+        a = np.arange(9.0).reshape(3, 3)
+        assert (numba.njit(lambda a: np.dot(a, a))(a) == a @ a).all()
+        assert "scipy.linalg.cython_blas" in sys.modules
+    """)
+
+
 def test_without_numba_pytorch_does_it_and_says_so_once():
     run("""
         import sys, torch, warnings

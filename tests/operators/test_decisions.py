@@ -15,9 +15,9 @@ import torch
 
 from actstore import ActivationStore
 from actstore.autograd import deciders
+from actstore.codecs.dispatch import SignedCodec
 from actstore.codecs.levels import Levels
 from actstore.codecs.side import Side
-from actstore.codecs.signs import SignedCodec
 from tests.operators.calls import operators
 from tests.operators.jumps import pairs, verdict
 

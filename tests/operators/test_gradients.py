@@ -19,6 +19,7 @@ def calls_of(dtype, *, every=1, limit=None, variant=""):
         yield from samples(op, dtype, limit, variant)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32], ids=str)
 def test_operators(dtype, check):
     check(sweep(calls_of(dtype, every=EVERY, limit=SAMPLES), gradients, POLICIES), calls=350)

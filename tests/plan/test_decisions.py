@@ -12,6 +12,7 @@ from actstore.plan.decisions import (
     recomputes_all,
     rules_of,
 )
+from actstore.plan.profile import UnitFigures, medians
 from actstore.policy import Recompute, Rules, parse_decision
 
 
@@ -50,6 +51,15 @@ def test_what_a_decision_recomputes_and_offloads():
 )
 def test_a_decision_that_recomputes(decision):
     assert recomputes(decision)
+
+
+def test_what_is_derived_counts_with_the_error_of_its_codec():
+    """A unit may derive all that it saves from payloads of another unit, and then encodes nothing."""
+    errors = {"int8": 2e-4, "derive(int8)": 0.0, "derive(int8 @ disk)": 0.0, "derive": 0.0, "derive(raw @ disk)": 0.0}
+    found = medians(UnitFigures(decision, 1.0, 1.0, {}, 0, error) for decision, error in errors.items())
+    assert found["derive(int8)"].error == found["int8"].error
+    assert found["derive(int8 @ disk)"].error == 1.0  # unknown: "int8 @ disk" was not measured
+    assert found["derive"].error == found["derive(raw @ disk)"].error == 0.0
 
 
 @pytest.mark.parametrize("decision", ["keep", "int8", "recompute_head : int8", "a.recompute : derive; b : int4"])

@@ -152,6 +152,16 @@ def test_where_memory_goes() -> None:
     assert "not the problem" not in said
 
 
+def test_an_optimizer_that_sets_the_peak_is_named() -> None:
+    states = Memory(600 * MIB, 600 * MIB, 1200 * MIB, 0, 3000 * MIB)
+    assert "The optimizer sets the peak: its step needs about 2.9 GiB" in explain(
+        replan(profile(memory=states), Auto(WIDE))
+    )
+    assert "sets the peak" not in explain(replan(profile(memory=replace(states, updating=MIB)), Auto(WIDE)))
+    total = replan(profile(memory=states), Auto(total=states.lasting + TIGHT))
+    assert total.decisions == replan(profile(memory=states), Auto(TIGHT)).decisions
+
+
 @pytest.mark.parametrize(
     ("memory", "largest", "advice"),
     [

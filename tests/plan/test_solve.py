@@ -14,9 +14,8 @@ from actstore.errors import CapacityError, ConfigError
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, Links, useful
 from actstore.plan.solver.least import least
 from actstore.plan.solver.linear import Linear
-from actstore.plan.solver.pareto import pareto
 from actstore.plan.solver.search import Search
-from actstore.plan.solver.solve import MIB, solve
+from actstore.plan.solver.solve import MIB, pareto, solve
 from actstore.plan.solver.tables import Tables
 from actstore.plan.solver.timeline import evaluated
 from tests.plan.chains import crowded_chain, enumerated, random_chain, random_limits

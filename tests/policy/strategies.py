@@ -40,12 +40,7 @@ def stored():
 
 @cache
 def decisions():
-    return (
-        stored()
-        | recomputations()
-        | st.just(Derive())
-        | st.builds(Derive, st.builds(Offload, st.just(Raw()), ladders()))
-    )
+    return stored() | recomputations() | st.builds(Derive, stored())
 
 
 @cache

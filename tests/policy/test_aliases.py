@@ -11,15 +11,24 @@ from actstore.errors import PolicyError
 from actstore.policy.aliases import expand
 
 
+class Attention(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.q_norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.softmax(self.q_norm(x) @ x.mT, -1) @ x
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attn, self.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.attn, self.mlp = Attention(), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
         self.norm1, self.norm2 = nn.LayerNorm(4), nn.LayerNorm(4)
-        self.attn.q_norm = nn.LayerNorm(4)
 
     def forward(self, x):
-        x = x + self.attn.q_norm(self.attn(self.norm1(x)))
+        x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
@@ -121,10 +130,39 @@ def test_a_store_follows_them():
     assert "0.mlp" in decisions
 
 
+class Mixer(nn.Module):
+    """Attention under a name that says nothing; and what has the name, and runs no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.attn, self.ff = (
+            nn.MultiheadAttention(4, 2),
+            nn.Sequential(nn.Conv1d(4, 4, 1)),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x):
+        return self.ff(self.project(x, x, x)[0] * self.attn(x.mean(0, keepdim=True).mT).mT)
+
+
+def test_attention_is_found_by_what_runs():
+    net = nn.ModuleDict({"layers": nn.ModuleList(Mixer() for _ in range(2))})
+    assert [name for name, _ in expand(Rules.parse("@attention : keep"), net).rules] == ["layers.*.project"]
+
+
+def test_a_block_that_is_attention_itself_is_found_beside_others():
+    net = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), Attention(), nn.Linear(4, 4)])})
+    assert [name for name, _ in expand(Rules.parse("@attention : keep"), net).rules] == ["layers.1"]
+    with pytest.raises(PolicyError, match="'@attention' finds nothing"):
+        expand(Rules.parse("@attention : keep"), nn.ModuleList(Attention() for _ in range(2)))
+
+
 def test_what_cannot_be_is_refused_with_the_names_that_there_are():
     with pytest.raises(PolicyError, match=r"'@mpl' is an unknown alias. Did you mean '@mlp'"):
         ActivationStore(model(), "@mpl : int8")
     with pytest.raises(PolicyError, match=r"'@attention' finds nothing.*it has layers\.\*"):
+        ActivationStore(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])}), "@attention : int8")
+    with pytest.raises(PolicyError, match=r"layers\.\* have no module that runs scaled_dot_product_attention"):
         ActivationStore(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])}), "@attention : int8")
     with pytest.raises(PolicyError, match="no model was given"):
         ActivationStore(policy="@mlp : int8")

@@ -7,12 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actstore import Auto, Bits
-from actstore.errors import ConfigError
+from actstore.errors import CapacityError, ConfigError
 from actstore.policy import parse_chooser
 
 NOISE = st.floats(0, 10).map(lambda noise: float(f"{noise:g}"))
 BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "160GiB/node", "4096"])
-CHOOSERS = st.builds(Auto, BUDGETS, NOISE) | st.builds(Bits, NOISE) | st.builds(Bits, held=BUDGETS)
+CHOOSERS = (
+    st.builds(Auto, BUDGETS, NOISE)
+    | st.builds(Auto, max_noise=NOISE, total=BUDGETS)
+    | st.builds(Bits, NOISE)
+    | st.builds(Bits, held=BUDGETS)
+)
 
 
 @given(CHOOSERS)
@@ -28,6 +33,7 @@ def test_the_text_reads_back(chooser):
     [
         ("auto(budget=20GiB)", Auto("20GiB")),
         ("auto(max_noise=0.1, budget=20GiB)", Auto("20GiB", 0.1)),
+        ("auto(total=24GiB)", Auto(total="24GiB")),
         ("bits(0.1)", Bits(0.1)),
         ("bits(held = 4GiB)", Bits(held="4GiB")),
     ],
@@ -49,6 +55,8 @@ def test_other_policies_are_not_read(text):
         ("auto(max_noise=0.1)", ["a budget must be given"]),
         ("bits", ["a limit must be given", "Bits(max_noise=0.1)"]),
         ("bits(0.1, held=4GiB)", ["exactly one"]),
+        ("auto(1GiB, total=2GiB)", ["exactly one", 'Auto(total="24GiB")']),
+        ("auto(total=24)", ["Auto(total)='24'", "Write '24GiB'"]),
         ("auto(1GiB, 0.1)", ["'0.1' is unknown or given twice"]),
         ("auto(1GiB, budget=2GiB)", ["'budget=2GiB' is unknown or given twice"]),
         ("auto(1GiB, noise=0.1)", ["'noise=0.1' is unknown"]),
@@ -68,3 +76,14 @@ def test_a_budget_of_the_node_is_shared(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert Auto("8MiB/node").budget_nbytes == Bits(held="8MiB/node").held_nbytes == 2 * 2**20
     assert Bits(0.1).held_nbytes is None
+
+
+def test_a_total_leaves_a_budget_beside_other_tensors():
+    auto = Auto(total="3KiB", max_noise=0.1)
+    assert auto.beside(1024) == Auto(2048, 0.1)
+    assert Auto(1024).beside(4096) == Auto(1024)
+    with pytest.raises(CapacityError, match=r"optimizer states take 3\.0 KiB, and leave nothing") as found:
+        auto.beside(3072)
+    assert found.value.facts["least"] == 3072
+    with pytest.raises(ConfigError, match="bounds more than activations"):
+        _ = auto.budget_nbytes

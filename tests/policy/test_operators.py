@@ -49,6 +49,16 @@ def test_what_the_class_of_collectives_covers():
     assert not covers("aten.*", "c10d.allreduce_")
 
 
+def test_operators_of_other_libraries_have_their_names():
+    assert Pattern.parse("*/@actstore_test_policy.*").operator == "actstore_test_policy.*"
+    with pytest.raises(PolicyError, match=r"no library has registered operators as torch\.ops\.nolib. Import it first"):
+        Pattern.parse("*/@nolib.attention")
+    with pytest.raises(PolicyError, match=r"unknown operator. Did you mean 'prims\.sin'"):
+        Pattern.parse("*/@prims.sinn")
+    assert covers("prims.sin", "prims.sin")
+    assert not covers("prims.*", "aten.sin")
+
+
 def test_every_operator_of_a_class_exists_and_makes_its_result_itself():
     for kind, names in CLASSES.items():
         for name in names:
@@ -127,7 +137,7 @@ def test_rules_that_may_decide_for_single_tensors():
         ("*/@sdpaa : keep", ["'@sdpaa' is an unknown class of operators. Did you mean 'sdpa'?", "@activation, @conv"]),
         ("*/@ : keep", ["'@' is an unknown class of operators"]),
         ("*/@aten.gelo : keep", ["unknown operator. Did you mean 'gelu'", "@matmul"]),
-        ("*/@mine.gelu : keep", ["unknown class of operators"]),
+        ("*/@mine.gelu : keep", ["no library has registered operators as torch.ops.mine"]),
         ("*/@aten.linear : keep", ["made of other operators", "@matmul"]),
         ("*/@aten.scaled_dot_product_attention : keep", ["made of other operators", "@sdpa"]),
         ("*/@aten.view : keep", ["passes the values of another operator on"]),

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections import Counter
+from itertools import count
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from actstore import SampleErrors
 from actstore.errors import MutationError, StateError
+from actstore.recompute import recomputed_module
 from tests.autograd.checks import check_drained, check_same, gc_off
 from tests.recompute.regions import Runs
 from tests.recompute.test_excepted import (
@@ -107,11 +109,12 @@ def test_with_and_without_an_early_stop(word, early):
         ("experts", "@aten.topk", "aten.topk"),
     ],
 )
-def test_an_operator_that_a_rule_names_runs_once(name, word, operator):
+def test_an_operator_that_a_rule_names_runs_once(name, word, operator, monkeypatch):
+    monkeypatch.setattr(recomputed_module, "compiles", bool)  # earlier tests may have called torch.compile
     model = MODELS[name]()
     plain, again, once = runs(model), runs(model, "blocks.* : recompute"), runs(model, policy(word))
     assert once[operator] == plain[operator]
-    assert again[operator] > plain[operator]
+    assert (again[operator] > plain[operator]) == (operator != "aten.topk")  # routing is kept without a rule
 
 
 def test_it_runs_once_in_two_backwards():
@@ -464,12 +467,12 @@ def test_an_exception_in_forward_leaves_nothing(decision):
 def test_an_exception_in_the_recomputation_leaves_nothing():
     model = MODELS["gpt"]()
     store = make(model, policy("@matmul", "raw"))
+    runs = count(-1)
+    model.blocks[1].mlp[1].register_forward_pre_hook(lambda *_: 1 / next(runs) and None)
     with store:
         loss = model(*model.batch()).sum()
-    handle = model.blocks[1].mlp[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward(retain_graph=True)
-    handle.remove()
     assert not _get_current_dispatch_mode_stack()
     del loss
     gc.collect()

@@ -13,7 +13,7 @@ from torch import nn
 
 from actstore import ActivationStore
 from actstore.errors import StateError
-from tests.autograd.checks import check_drained, check_same, gc_off
+from tests.autograd.checks import check_drained, check_same, gc_off, same_bits
 from tests.autograd.models import WIDTH
 
 
@@ -407,3 +407,36 @@ def test_generators_in_objects_and_in_containers_of_containers(where):
         return [*(p.grad for p in model.parameters()), generator.get_state()]
 
     check_same(run("0 : recompute"), run("keep"))
+
+
+COLLECTED = ContextVar("collected", default=None)
+
+
+def collect(_module, _args, output):
+    if COLLECTED.get() is not None:
+        COLLECTED.get()["states"].append(output)
+
+
+def collected(policy, read):
+    """Return gradients of a model whose hooks collect outputs, as those of Transformers do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(read))
+    for each in (model[0], model[1].inner):
+        each.register_forward_hook(collect)
+    token = COLLECTED.set({"states": [], "names": ["a"]})
+    with ActivationStore(model, policy, min_bytes=0) as store:
+        y = model(torch.randn(3, WIDTH))
+    COLLECTED.reset(token)
+    y.sum().backward()
+    check_drained(store)
+    return [each.grad for each in model.parameters()]
+
+
+def test_a_collector_that_is_gone_in_backward_takes_outputs():
+    wanted, found = (collected(policy, lambda _: 2.0) for policy in ("keep", "1 : recompute"))
+    assert all(map(same_bits, found, wanted))
+
+
+def test_what_a_collector_held_is_not_read_again():
+    with pytest.raises(StateError, match=r"attribute=ContextVar collected\['states'\]\[0\]: other code changed it"):
+        collected("1 : recompute", lambda _: COLLECTED.get()["states"][0])

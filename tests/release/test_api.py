@@ -1,6 +1,7 @@
 """A change of the public interface is deliberate."""
 
 import inspect
+import re
 from difflib import unified_diff
 from importlib import import_module
 
@@ -29,3 +30,12 @@ def test_every_public_name_is_there_once(name):
     module = import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)
     assert all(hasattr(module, member) for member in module.__all__)
+
+
+def test_the_page_of_what_stays_has_every_name_and_command():
+    import actstore
+    from actstore.cli.commands import app
+
+    page = (FILE.parents[2] / "docs/reference/stability.md").read_text(encoding="utf-8")
+    commands = [each.name or each.callback.__name__ for each in (*app.registered_commands, *app.registered_groups)]
+    assert [name for name in (*actstore.__all__, *commands) if not re.search(rf"\b{name}\b", page)] == []

@@ -108,7 +108,7 @@ def test_the_command_line_runs_scripts_and_names_what_a_picture_misses(bare):
     assert re.search(r"^trained$", said, re.MULTILINE), said
     assert re.search(r"^blocks\.0-1 x2 .* recompute$", said, re.MULTILINE), said
     drawn = call(command, "bench", "--plot", "x.png", cwd=bare.folder, fails=True)
-    assert "--plot needs matplotlib, which is not installed: pip install 'actstore[bench]'" in drawn
+    assert "--plot needs matplotlib, which is not installed. Run pip install 'actstore[bench]'" in drawn
 
 
 USER = """

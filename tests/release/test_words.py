@@ -32,13 +32,6 @@ BREACHES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_files_to_edit(request, tmp_path, monkeypatch):
-    if request.node.name != "test_words_follow_the_rules":
-        (tmp_path / "words_to_edit.txt").write_text("")
-        monkeypatch.setattr(words, "TO_EDIT", tmp_path / "words_to_edit.txt")
-
-
 @pytest.mark.parametrize("rule", BREACHES)
 def test_a_breach_is_found(rule, tmp_path, monkeypatch):
     monkeypatch.setattr(words, "ROOT", tmp_path)
@@ -88,14 +81,6 @@ class Sum:
         # of the next line
         return self.submodule
 '''
-
-
-def test_a_file_to_edit_may_keep_its_phrases_but_breaks_no_other_rule(tmp_path, monkeypatch):
-    monkeypatch.setattr(words, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text("Somebody waits behind the step.\n")
-    (tmp_path / "words_to_edit.txt").write_text("docs/page.md\n")
-    assert [": rule 2: " in each for each in words.findings()] == [True]
 
 
 def test_good_words_pass(tmp_path, monkeypatch):

@@ -37,8 +37,6 @@ RIGHT = re.compile(  # code, and idiomatic uses of these words
     r"`[^`]*`|\b(?:leav\w+|left)\b(?: [\w`]+){0,4} behind\b(?! the)|\b(?:drawn|grid|one interface|figures?|samples|"
     r"measurements|pairs|medians|storages?|tensors?|falls?|fell) behind\b|\bbehind one interface\b"
 )
-# Files from before these phrases were findings. An edited file leaves the list, and none comes back.
-TO_EDIT = Path(__file__).parent / "words_to_edit.txt"
 UNBOUND = re.compile(r"# ?-{2}|#!|# (?:type|ruff|mypy|fmt|noqa)\b")  # comments that belong to no line of code
 VAGUE = frozenset(["Made", "Seen", "Last", "Place", "Row", "Part"])
 # calls that begin with a message, but for two kinds that have Python's own words
@@ -146,12 +144,10 @@ def _is_in(path: Path, folder: str) -> bool:
     return not folder or str(path).startswith((folder.rstrip("/") + "/", folder + ":")) or str(path) == folder
 
 
-def findings(folder: str = "", to_edit: frozenset[str] | None = None) -> Iterator[str]:
-    """One line for each place in `folder` that breaks a rule that a program can check, the files `to_edit` aside."""
+def findings(folder: str = "") -> Iterator[str]:
+    """One line for each place in `folder` that breaks a rule that a program can check."""
     classes = defaultdict[str, list[str]](list)
     pages = list(ROOT.glob("*.md"))
-    if to_edit is None:
-        to_edit = frozenset(TO_EDIT.read_text(encoding="utf-8").split())
     for path in sorted(pages + [p for room in READ for p in (ROOT / room).rglob("*") if p.suffix in SUFFIXES]):
         name = path.relative_to(ROOT)
         source = path.read_text(encoding="utf-8")
@@ -175,7 +171,7 @@ def findings(folder: str = "", to_edit: frozenset[str] | None = None) -> Iterato
         for number, line in lines:
             if found := PRONOUNS.search(line):
                 yield f"{name}:{number}: rule 2: {found[0]!r} names no actor: {line.strip()}"
-            if str(name) not in to_edit and (found := PHRASE.search(RIGHT.sub("", line))):
+            if found := PHRASE.search(RIGHT.sub("", line)):
                 word = list(PHRASES.values())[int(str(found.lastgroup)[1:])]
                 yield f"{name}:{number}: rule 3: {found[0]!r}: write {word}: {line.strip()}"
             if found := NEGATIONS.search(line):

@@ -252,6 +252,21 @@ def test_a_line_of_figures(start):
     assert "KiB" in stores.lines[1]
 
 
+@pytest.mark.parametrize(("every", "expected_steps"), [(0, [1, 2, 3, 4, 10, 20]), (7, [1, 2, 3, 4, 7, 14, 21])])
+def test_without_a_policy_few_steps_are_counted(start, every, expected_steps):
+    """Among them are those of which `--every` shows the figures."""
+    model, x = build()
+    expected = gradients(model, lambda: model.head(model.body(x)))
+    stores, counted = start("keep", every=every), []
+    for _ in range(25):
+        assert equal(gradients(model, lambda: model.head(model.body(x))), expected)
+        counted.append(stores.trained[0].counted)
+    assert list(dict.fromkeys(counted)) == expected_steps
+    assert stores.trained[0].steps == 25
+    names = {site.site.partition("[")[0] for site in stores.trained[0].store.report().sites}
+    assert "head" in names, "all forwards of a counted step are"
+
+
 def test_the_first_forward_can_run_again(start):
     model, x = build()
     expected = gradients(model, lambda: model(x=x))

@@ -82,6 +82,7 @@ def test_processes_that_a_launcher_starts(tmp_path, inside):
         assert found["stored_bytes"] > 0
 
 
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize(
     ("flags", "options", "line"),
@@ -95,6 +96,14 @@ def test_the_trainer_of_transformers(tmp_path, flags, options, line):
     said = compare(tmp_path, "trainer.py", *flags, options=options)
     assert line in said
     assert "LlamaForCausalLM, 4 steps" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ultralytics") is None, reason="needs ultralytics")
+@pytest.mark.parametrize("policy", ["raw @ disk", "@blocks : recompute"])
+def test_ultralytics(tmp_path, policy):
+    said = compare(tmp_path, "yolo.py", options=["--policy", policy])
+    assert re.findall(r"DetectionModel, (\d) steps", said)[-1] == "3", "two batches, and one for its strides"
 
 
 @pytest.mark.slow

@@ -159,6 +159,35 @@ def test_a_model_on_several_devices():
     assert info.value.devices == (torch.device("cpu"), torch.device("meta"))
 
 
+@pytest.mark.parametrize("policy", ["raw @ disk", "int8", "recompute"])
+def test_a_model_that_gets_its_memory_later(policy):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    store = ActivationStore(model, policy, min_bytes=0)
+    model.to_empty(device="cpu").load_state_dict(nn.Sequential(nn.Linear(64, 64), nn.GELU()).state_dict())
+    x = torch.randn(8, 64)
+    with store:
+        loss = model(x).sum()
+    loss.backward()
+    assert store.report().saved_bytes > 0
+    (gradient,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+    error = (gradient - model[0].weight.grad).norm() / gradient.norm()
+    assert error < 0.02 if policy == "int8" else error == 0
+
+
+@pytest.mark.parametrize("policy", ["int8", "recompute(int8)"])
+def test_a_step_on_the_meta_device_has_a_report(policy):
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 64))), torch.randn(8, 64)
+    store = ActivationStore(model, policy.replace("recompute", "1 : recompute"), min_bytes=0)
+    for _ in range(2):
+        with store:
+            loss = model(x).sum()
+        loss.backward()
+        assert store.report().saved_bytes > 0
+        assert store.report().gradients is None
+
+
 def test_a_disk_path_that_is_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("")

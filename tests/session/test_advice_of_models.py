@@ -141,11 +141,15 @@ def test_the_peak_of_a_block_is_not_lowered_outside_of_blocks() -> None:
     (text,) = report.advice
     assert "more than at the end of forward were held at the peak of the step" in text
     assert re.search(r"of it to run blocks\.2\[0\] again; recompute smaller modules than that", text)
+    assert ", those that treat each token by itself, such as an MLP, with recompute(tiles=8), or use " in text
     moved = step(ActivationStore(model, "@blocks : recompute; * : raw @ disk", min_bytes=0), model, 8192)
     assert moved.held_bytes < report.held_bytes
     assert moved.peak_held_bytes >= report.peak_held_bytes
     smaller = step(ActivationStore(model, "recompute", min_bytes=0), model, 4096)
     assert smaller.peak_held_bytes < 0.6 * report.peak_held_bytes
+    tiled = step(ActivationStore(model, "@blocks : recompute(tiles=8)", min_bytes=0), model, 8192)
+    assert tiled.peak_held_bytes < 0.6 * report.peak_held_bytes
+    assert not any("tiles" in text for text in tiled.advice)
 
 
 def test_host_memory_of_a_cpu() -> None:
@@ -195,11 +199,12 @@ def test_what_derive_makes_again_is_not_called_kept() -> None:
 
 def test_values_that_must_stay_exact_name_their_site_and_reason() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1))
-    store = ActivationStore(model, "int8", min_bytes=0)
-    (text,) = [text for text in step(store, model).advice if "must stay exact" in text]
-    assert re.search(r"most of them at \d\S* \(.+\); write `int8 @ disk` for them", text)
-    assert str(parse_decision("int8 @ disk")) == "int8 @ disk"
-    store = ActivationStore(model, "int8 @ disk", min_bytes=0)
+    for policy, remedy in ("int8", "int8 @ disk"), ("derive(int8)", "derive(int8 @ disk)"):
+        store = ActivationStore(model, policy, min_bytes=0)
+        (text,) = [text for text in step(store, model).advice if "must stay exact" in text]
+        assert re.search(r"most of them at \d\S* \(.+\); write `" + re.escape(remedy) + "` for them", text)
+        assert str(parse_decision(remedy)) == remedy
+        store = ActivationStore(model, remedy, min_bytes=0)
     assert not any("must stay exact" in text for text in step(store, model).advice)
 
 

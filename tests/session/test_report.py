@@ -63,6 +63,35 @@ def test_a_new_step_starts_anew():
     assert first.saved_bytes > 0
 
 
+@pytest.mark.parametrize("policy", ["int8", "recompute(raw)", "auto(1GiB)"])
+def test_an_evaluation_keeps_it(policy):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    model.append(nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    store = ActivationStore(model, policy, min_bytes=0)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with store:
+            loss = model(torch.randn(32, 64)).square().mean()
+        before = dataclasses.replace(store.report(), process=None)
+        with mode(), store:
+            model(torch.randn(64, 64))
+        assert dataclasses.replace(store.report(), process=None) == before
+        assert before.held_bytes > 0
+        loss.backward()
+        model.zero_grad()
+
+
+def test_training_that_turns_gradients_on_inside_counts_its_steps():
+    """As a closure does in an optimizer's step, which PyTorch runs without gradients."""
+    store, x = ActivationStore(policy="raw", min_bytes=0), torch.randn(100, requires_grad=True)
+    saved = []
+    for _ in range(4):
+        with torch.no_grad(), store, torch.enable_grad():
+            y = x.exp().sum()
+        saved.append(store.report().saved_bytes)
+        y.backward()
+    assert saved[-1] == saved[0]
+
+
 def test_inside_the_context_it_tells_what_there_is_by_now():
     store, x = ActivationStore(policy="raw", min_bytes=0), torch.randn(100, requires_grad=True)
     with store:

@@ -44,7 +44,7 @@ def test_a_step_trains_under_the_limit_that_it_ran_into_with_the_policy_that_its
     found = re.search(r'try next: the policy "(.+?)"', note)
     assert found is not None, note
     assert found[1] == policy
-    memory = re.search(r"memory: (\S+ MiB) asked for, (\S+ MiB) of \S+ MiB \(RLIMIT_DATA\) free", note)
+    memory = re.search(r"memory: (\S+ MiB) asked for, (\S+ [KM]iB) of \S+ MiB \(RLIMIT_DATA\) free", note)
     assert memory is not None
     assert parse_nbytes(memory[2]) < room * MIB
     assert trained(policy, room) == "trained\n"

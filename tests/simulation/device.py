@@ -104,6 +104,7 @@ class SimDevice(Device):
     ----------
     links : "out" and "in" are the device's, "disk" is the files'
     refuse_pinned : whether `pinned` returns None
+    free_nbytes : device memory that no step has needed
     scheduler, checker, heap : the parts
     """
 
@@ -118,6 +119,7 @@ class SimDevice(Device):
         self.lead_ns = lead_ns
         self.links = {"out": Link(), "in": Link(), "disk": Link()}
         self.refuse_pinned = False
+        self.free_nbytes = 0
         self._foreign: dict[int, _Foreign] = {}  # memory of the user's tensors, by address
 
     # -- the interface ------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class SimDevice(Device):
         begin = max(stream.now_ns, self.scheduler.here.now_ns)
         ticket.wait_on(stream)
         end = max(stream.now_ns, self.scheduler.here.now_ns)
-        return SimTicket(self, self._queue(stream), (begin, end)) if begin < end else None
+        return SimTicket(self, self._queue(stream), (begin, end)) if self.timing and begin < end else None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         self.enter()
@@ -183,7 +185,10 @@ class SimDevice(Device):
             run=self._moves(dst, src, self.current()),
             link=self._link(dst, src, stream),
         )
-        return SimTicket(self, op, (op.begin_ns, op.end_ns))
+        return SimTicket(self, op, (op.begin_ns, op.end_ns) if self.timing else None)
+
+    def spare_nbytes(self) -> int:
+        return self.free_nbytes
 
     def workers(self, count: int, name: str) -> Workers:
         return SimWorkers(self, self.scheduler.pool(name, count))

@@ -25,8 +25,11 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- durations: made by python -m tests.system.durations -->", "<!-- end of durations -->"
 
 RECORDED_S = 1.0  # all cases of a function together; the file has those that take longer
-CASES_S = 1.0  # `make test` runs as many cases of a function as take this long, but at least one
-CASE_S = 8.0  # a function one case of which takes longer is left to `make test-more` as a whole
+CASES_S = 0.5  # `make test` runs as many cases of a function as take this long, but at least one
+CASE_S = 4.0  # a function one case of which takes longer is left to `make test-more` as a whole
+BOTH_S = 6.0  # both together run as many cases as take this long, but at least FEW, and all of a promise
+FEW = 2
+SLOW_S = 20.0  # a function one case of which takes longer is left to `make test-slow` as a whole
 SLOWEST = 30  # rows of the table
 
 
@@ -54,12 +57,29 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-def number_in_test(cases: int, duration: Duration | None) -> int:
-    """Return how many of the cases of a function `make test` runs."""
+def number_within(seconds: float, cases: int, duration: Duration | None) -> int:
+    """Return how many of the cases of a function run within a time, at least one."""
     if duration is None:
         return cases
-    each = duration.seconds / max(duration.cases, 1)
-    return 0 if each > CASE_S else min(cases, max(1, int(CASES_S / max(each, 1e-9))))
+    return min(cases, max(1, int(seconds / max(_each(duration), 1e-9))))
+
+
+def number_in_both(cases: int, duration: Duration | None) -> int:
+    """Return how many of the cases of a function `make test` and `make test-more` run together."""
+    if duration is not None and _each(duration) > SLOW_S:
+        return 0
+    return max(min(FEW, cases), number_within(BOTH_S, cases, duration))
+
+
+def number_in_test(cases: int, duration: Duration | None) -> int:
+    """Return how many of the cases of a function `make test` runs."""
+    if duration is not None and _each(duration) > CASE_S:
+        return 0
+    return number_within(CASES_S, cases, duration)
+
+
+def _each(duration: Duration) -> float:
+    return duration.seconds / max(duration.cases, 1)
 
 
 def choose(nodeids: list[str], number: int) -> set[str]:
@@ -80,23 +100,30 @@ def choose(nodeids: list[str], number: int) -> set[str]:
     return set([*first, *(nodeid for nodeid in drawn if nodeid not in set(first))][:number])
 
 
-def left_to_more(nodeids: list[str], durations: dict[str, Duration], promises: Collection[str] = ()) -> set[str]:
-    """Return the tests that `make test` leaves to `make test-more`.
+def left(
+    nodeids: list[str], durations: dict[str, Duration], promises: Collection[str] = ()
+) -> tuple[set[str], set[str]]:
+    """Return the tests that `make test` leaves to `make test-more`, and those that both leave to `make test-slow`.
 
     Parameters
     ----------
-    promises : tests of public promises: one case of a function runs, however long it takes
+    promises : tests of public promises: one case of a function runs in `make test`, however long it takes, and all
+        in both together
     """
     promised = set(map(function_of, promises))
     functions: dict[str, list[str]] = defaultdict(list)
     for nodeid in nodeids:
         functions[function_of(nodeid)].append(nodeid)
-    left = set()
+    more, slow = set[str](), set[str]()
     for name, cases in functions.items():
-        number = max(number_in_test(len(cases), durations.get(name)), name in promised)
+        duration = durations.get(name)
+        number = max(number_in_test(len(cases), duration), name in promised)
+        both = len(cases) if name in promised else number_in_both(len(cases), duration)
         if number < len(cases):
-            left |= set(cases) - choose(cases, number)
-    return left
+            quick, run = choose(cases, number), choose(cases, both)
+            more |= run - quick
+            slow |= set(cases) - run - quick
+    return more, slow
 
 
 def measured(reports: list[Path]) -> dict[str, Duration]:

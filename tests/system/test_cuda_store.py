@@ -26,7 +26,15 @@ LOSSLESS = [
     "derive",
     "derive(raw @ host)",
 ]
-LOSSY = ["int8", "int8 @ host", "int8 @ disk", "int8 @ host > disk", "recompute(int8)"]
+LOSSY = [
+    "int8",
+    "int8 @ host",
+    "int8 @ disk",
+    "int8 @ host > disk",
+    "recompute(int8)",
+    "derive(int8)",
+    "derive(int8 @ host)",
+]
 
 
 class Block(Module):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.system import durations
 from tests.system.closing import closing_line
-from tests.system.durations import CASE_S, CASES_S, Duration, choose, left_to_more, measured, number_in_test
+from tests.system.durations import BOTH_S, CASE_S, CASES_S, SLOW_S, Duration, choose, left, measured, number_in_test
 
 
 def test_the_file_is_what_the_program_writes(tmp_path):
@@ -50,14 +50,27 @@ def test_chosen_cases_have_each_value_of_a_product():
     assert choose(nodeids, 24) == set(nodeids)
 
 
-def test_each_test_runs_in_one_of_both():
+def test_each_test_runs_in_one_part():
     nodeids = [f"t.py::slow[{n}]" for n in range(9)] + ["t.py::fast", "t.py::whole"]
     recorded = {"t.py::slow": Duration(9 * CASES_S, 9), "t.py::whole": Duration(CASE_S * 2, 1)}
-    left = left_to_more(nodeids, recorded)
-    assert len(left) == 9
-    assert "t.py::whole" in left
-    assert "t.py::fast" not in left
-    assert "t.py::whole" not in left_to_more(nodeids, recorded, ["t.py::whole"])
+    more, slow = left(nodeids, recorded)
+    assert len(more) == 9
+    assert "t.py::whole" in more
+    assert "t.py::fast" not in more
+    assert not slow
+    assert "t.py::whole" not in left(nodeids, recorded, ["t.py::whole"])[0]
+    recorded["t.py::whole"] = Duration(SLOW_S + 1, 1)
+    assert left(nodeids, recorded)[1] == {"t.py::whole"}
+    assert not left(nodeids, recorded, ["t.py::whole"])[1]
+
+
+def test_what_takes_long_in_all_is_slow_but_for_promises():
+    nodeids = [f"t.py::many[{n}]" for n in range(100)]
+    recorded = {"t.py::many": Duration(5 * BOTH_S, 100)}
+    more, slow = left(nodeids, recorded)
+    assert len(slow) == 80  # 20 take BOTH_S
+    assert len(more | slow) == 99
+    assert left(nodeids, recorded, ["t.py::many[3]"])[1] == set()
 
 
 def test_durations_of_reports_are_added_by_function(tmp_path):

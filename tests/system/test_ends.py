@@ -328,8 +328,10 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
-@pytest.mark.parametrize("window", ["64MiB", "1MiB"])
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [*((name, "64MiB") for name in EXITS), ("with a live graph", "1MiB"), ("inside of the context", "1MiB")],
+)
 def test_the_interpreter_exits(start, name, window):
     finish(start(f"{SLOW}\n{EXITS[name]}\nsay('leaving')", window), "leaving")
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from actstore import ActivationStore, Disk, Host, Window
 from actstore.devices import Cpu
 from actstore.errors import CapacityError, ConfigError, PayloadError, StateError, TransferError
-from actstore.tiers.staging import Ring
+from actstore.tiers.parts import Ring
 from tests.autograd.checks import Step, check_drained, check_same, train_step
 from tests.tiers.conftest import disk_folder
 

@@ -97,9 +97,18 @@ def test_what_is_freed_merges_and_the_lowest_address_comes_first(device):
     assert len(device.segments) == 1
 
 
-@given(st.lists(st.tuples(st.sampled_from("tttffr"), st.integers(0, 5 * PAGE), st.integers(0, 99)), max_size=80))
-def test_no_byte_has_two_owners_and_no_operation_is_forgotten(commands):
+@given(
+    st.lists(st.tuples(st.sampled_from("tttffr"), st.integers(0, 5 * PAGE), st.integers(0, 99)), max_size=80),
+    st.sampled_from([8 * PAGE, 2**31]),
+)
+def test_no_byte_has_two_owners_and_no_operation_is_forgotten(commands, ahead_nbytes):
     """Whoever gets memory that an operation still uses is told so, after any number of owners."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actstore.tiers.arena.AHEAD_NBYTES", ahead_nbytes)
+        check_owners(commands)
+
+
+def check_owners(commands):
     arena, owned, running = Arena(LateDevice()), [], []  # running: of start, end, promise
     for what, nbytes, which in commands:
         if what == "t":
@@ -125,6 +134,8 @@ def test_no_byte_has_two_owners_and_no_operation_is_forgotten(commands):
     for _, _, t in owned:
         arena.free(t)
     assert arena.used_nbytes == 0
+    arena.close()
+    assert not arena._device.segments
 
 
 # -- operations that still run ----------------------------------------------------------------------------------------

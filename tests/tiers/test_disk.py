@@ -21,7 +21,7 @@ from actstore.errors import ConfigError, PayloadError, StateError, TransferError
 from actstore.testing.tiers import check_tier, pattern
 from actstore.tiers.disk import WORKERS, DiskTier
 from actstore.tiers.file import NamelessFile, digest, warn_if_memory
-from actstore.tiers.staging import Ring
+from actstore.tiers.parts import Ring
 
 CPU = Cpu(torch.device("cpu"))
 CHUNK = 2 * 4096

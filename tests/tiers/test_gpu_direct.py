@@ -14,7 +14,7 @@ from actstore.devices import Cpu
 from actstore.errors import ConfigError, PayloadError, StateError, TransferError
 from actstore.testing.tiers import check_tier, load, pattern, store
 from actstore.tiers.disk import DiskTier
-from actstore.tiers.staging import Ring
+from actstore.tiers.parts import Ring
 from tests.autograd.checks import check_drained, check_same, train_step
 from tests.autograd.models import build
 from tests.devices.late import LateDevice

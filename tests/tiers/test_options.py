@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from actstore import Disk, Group, Host, PluginTier, Window
 from actstore.base import extensions
 from actstore.errors import ConfigError, TransferError
-from actstore.tiers import Cpu, HostMemoryTier, peers
+from actstore.tiers import Cpu, HostMemoryTier, group
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.group import GroupTier
 from actstore.tiers.limited import Limited
@@ -104,7 +104,7 @@ def test_a_group_whose_other_rank_makes_no_store_is_an_error(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-        monkeypatch.setattr(peers, "_LOOKUP_S", 0.2)
+        monkeypatch.setattr(group, "_LOOKUP_S", 0.2)
         with pytest.raises(ConfigError, match=r"rank 1 has made no store in 0\.25 s"):
             opened("group", Group(dist.group.WORLD, wait_s=0.05))
     finally:
@@ -118,16 +118,16 @@ def test_a_slow_look_up_of_names_is_not_a_rank_that_does_not_answer(monkeypatch)
         sleep(0.3)
         return connect(address, wait_s)
 
-    rendezvous, connect = dist.HashStore(), peers._connect
+    rendezvous, connect = dist.HashStore(), group._connect
     dist.init_process_group("gloo", store=rendezvous, rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-        monkeypatch.setattr(peers, "_MARGIN_S", 0.05)
-        monkeypatch.setattr(peers, "_made", Counter())
-        monkeypatch.setattr(peers, "_connect", slowly)
+        monkeypatch.setattr(group, "_MARGIN_S", 0.05)
+        monkeypatch.setattr(group, "_made", Counter())
+        monkeypatch.setattr(group, "_connect", slowly)
         other = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         dist.PrefixStore("actstore/group/0-1/0", _get_default_store()).set("address/1", f"{gethostname()} {other.port}")
-        both = peers.Peers(dist.group.WORLD, 0.1)
+        both = group.Peers(dist.group.WORLD, 0.1)
         other.set("slice", "bytes")
         assert both.get(1, "slice") == b"bytes"
         with pytest.raises(TransferError, match=r"rank 1 has (not answered|served no slice) in 0\.1 s"):

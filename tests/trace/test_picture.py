@@ -73,7 +73,7 @@ def test_bars_are_where_the_events_were() -> None:
 def test_words_say_the_figures() -> None:
     figure = draw(STEP)
     axes = figure.axes[0]
-    assert axes.get_title(loc="left") == "Copies hidden: 75 %, stall 10.0 ms of 100.0 ms"
+    assert axes.get_title(loc="left") == "Compute 90 % busy; copies hidden: 75 %, stall 10.0 ms of 100.0 ms"
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [
         "compute\n90 % busy",

@@ -14,8 +14,7 @@ import actstore
 from actstore.base.spec import Site
 from actstore.errors import ConfigError, PayloadError
 from actstore.trace import KINDS, Event, Trace
-from actstore.trace.spans import union
-from actstore.trace.summary import Summary
+from actstore.trace.summary import Summary, union
 
 MS = 1_000_000
 
@@ -266,6 +265,7 @@ def test_the_summary_of_a_step() -> None:
     assert (fetch.name, fetch.busy_ns, fetch.overlap_ns, fetch.exposed_ns) == ("fetch disk", 20 * MS, 10 * MS, 10 * MS)
     assert (host.name, host.busy_ns, host.events) == ("host", 0, 1)
     assert summary.words == "copies hidden: 83 %, stall 10.0 ms of 100.0 ms"
+    assert summary.bound == "compute 90 % busy"
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,11 @@ def test_the_summary_of_a_step() -> None:
 def test_words_do_not_round_a_stall_away(stall_ns: int, words: str) -> None:
     rows = [Event("backward", 0, 100 * MS), Event("fetch", 0, 100 * MS, tier="host"), Event("stall", 0, stall_ns)]
     assert Summary.of(rows).words == words
+
+
+def test_the_links_bound_a_step_that_waits_for_them() -> None:
+    rows = [Event("backward", 0, 100 * MS), Event("fetch", 0, 81 * MS, tier="host"), Event("stall", 0, 60 * MS)]
+    assert Summary.of(rows).bound == "links 81 % busy"
 
 
 def test_a_copy_that_runs_on_after_backward_does_not_lengthen_the_step() -> None:
@@ -297,6 +302,7 @@ def test_the_summary_of_nothing() -> None:
     summary = Trace().summary()
     assert (summary.span_ns, summary.lanes, summary.hidden) == (0, (), None)
     assert summary.words == "nothing copied, stall 0.0 ms of 0.0 ms"
+    assert summary.bound == ""
 
 
 @given(rows=st.lists(events(), max_size=20))

@@ -25,7 +25,7 @@ import torch
 
 from actstore import Window
 from actstore.codecs import Raw
-from actstore.store.store import Store
+from actstore.store.store import TIMED_STEPS, Store
 from actstore.store.tierset import StoreOptions
 from actstore.tiers.host import HostTier
 from tests.simulation import install, simulation
@@ -135,6 +135,22 @@ def test_a_fast_link_is_never_waited_for_once_the_order_is_known():
     assert unknown[1] >= 30 * C // 2  # nearly each payload is asked for before anybody has thought of it
     assert known == [(0, 0, 0)] * 3
     assert training.outcomes() == (40, 0, 0)
+
+
+def test_once_the_order_is_known_some_steps_are_timed_and_their_figures_stay():
+    with simulation(timed=True) as device:
+        training, timed = Training(device, layers=40, window=4, copy_ns=2 * C), []
+        for _ in range(30):
+            training.step(C, range(39, -1, -1))
+            timed.append(device.timing)
+        training.close()
+    assert [step for step, found in enumerate(timed, 1) if found] == [
+        *range(1, TIMED_STEPS + 3),
+        16,
+        24,
+    ]  # the first step's order is news
+    assert len(set(training.stalls[1:])) == 1
+    assert training.stalls[-1][2] > 0
 
 
 def pipeline(device, copy_ns, batches=6, layers=30):

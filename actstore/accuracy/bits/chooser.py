@@ -25,6 +25,7 @@ from actstore.base.spec import Site, Spec
 from actstore.base.units import format_nbytes
 from actstore.codecs import Codec, Int8
 from actstore.errors import CapacityError, StateError
+from actstore.plan.fields import read_as
 from actstore.policy import Bits, Encode, Policy, parse_decision
 from actstore.store.tierset import TierSet
 
@@ -140,7 +141,7 @@ class BitsController:
         if (values := state["choice"]) is not None:
             decisions = {Site(*site): text for *site, text in values["decisions"]}
             self._run(Choice(**{**values, "decisions": decisions}), state["noise"])
-        self._course = Course(**state["course"])
+        self._course = read_as(Course, state["course"])
         self._steps, self._ahead, self._tried, self._trials = self._policies(), None, None, None
         self._pairs.halfway = False
         return "the state was saved between two steps that measure errors: both run again" if state["halfway"] else ""

@@ -190,6 +190,8 @@ def odd(gradient: Tensor) -> str:
         kind = str(gradient.layout).removeprefix("torch.")
     elif not gradient.is_floating_point():
         kind = str(gradient.dtype).removeprefix("torch.")
+    elif gradient.is_meta:
+        kind = "on the meta device"
     return kind and f"some gradients are {kind}"
 
 

@@ -54,6 +54,14 @@ class GradientEffect:
         return sum(site.variance for site in self.sites if site.variance is not None)
 
     @property
+    def error(self) -> float | None:
+        """Predicted error relative to the gradients' norm; None where no site is predicted, or the error exceeds 1.
+
+        Errors are assumed to grow as gradients do. Where gradients vanish or explode on the way, that says nothing.
+        """
+        return self.variance**0.5 if len(self.missing) < len(self.sites) and self.variance <= 1 else None
+
+    @property
     def by_weight(self) -> float:
         """`SiteEffect.by_weight` of all predicted sites."""
         return sum(site.by_weight for site in self.sites if site.by_weight is not None)
@@ -69,7 +77,13 @@ class GradientEffect:
         reasons = "; ".join(sorted({site.reason for site in self.missing}))
         if len(self.missing) == len(self.sites):
             return f"gradient error: not predicted: {reasons}"
-        text = f"gradient error: {self.variance**0.5:.2%} of the gradients' norm predicted"
+        if self.error is None:
+            return (
+                "gradient error: not predicted: gradients vanish or explode inside the model. Measure it: "
+                "actstore.measure_gradient_error"
+            )
+        bound = "at least " if self.missing else ""
+        text = f"gradient error: {bound}{self.error:.2%} of the gradients' norm predicted"
         if self.noise is not None:
             text += f", beside {self.noise**0.5:.2%} from batch to batch"
         if self.missing:

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from actstore.bench.codecs.contenders import FAMILIES
 from actstore.bench.codecs.result import CodecResult, CodecRow, dtypes_of
-from actstore.bench.labels import Label, columns, place
+from actstore.bench.plot import Label, columns, place
 from actstore.display import pictures as look
 
 _COLORS = (look.VERMILION, "#b3009e", "#7a5195", look.BLUE, look.GREEN, look.ORANGE, look.GREY)

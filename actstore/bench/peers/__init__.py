@@ -22,7 +22,7 @@ def wrap(row: Row, job: Job, disk_path: str | None) -> Wrap:
         from actstore.bench.peers import ours
 
         if row.share:
-            return ours.Planned(job, row.share)
+            return ours.Planned(job, row.share, bool(row.compiled))
         if row.compiled == "graph":
             return ours.CompiledGraph(job, row.policy, disk_path)
         if row.compiled:

@@ -34,11 +34,14 @@ class Ours(Wrap):
 
 
 class Planned(Wrap):
-    """ActivationStore with a plan, under a share of the bytes that plain autograd holds, counted in the first step."""
+    """ActivationStore with a plan, under a share of the bytes that plain autograd holds, counted in the first step.
 
-    def __init__(self, job: Job, share: float) -> None:
+    With `compiled` the plan is one for the graph of the model, which is compiled whole: its budget bounds the peak.
+    """
+
+    def __init__(self, job: Job, share: float, compiled: bool = False) -> None:
         super().__init__(job)
-        self.share = share
+        self.share, self.compiled = share, compiled
         self.store: ActivationStore | None = None
         self.settled, self._planned_steps = False, 0
 
@@ -49,8 +52,10 @@ class Planned(Wrap):
                 loss = self.job.loss(*batch)
             budget = int(self.share * census.saved_bytes)
             self.store = ActivationStore(self.job.model, Auto(budget), min_bytes=self.job.min_bytes)
+            if self.compiled:
+                self.store.compile()
             return loss
-        self._planned_steps += self.store.plan is not None
+        self._planned_steps += (self.store.graph_plan if self.compiled else self.store.plan) is not None
         self.settled = self._planned_steps >= SETTLED_STEPS
         try:
             with self.store:

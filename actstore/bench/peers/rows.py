@@ -30,7 +30,7 @@ class Row:
     compiled : compiled parts of the model: blocks | parts (of the blocks) | graph (the whole, with the policy in its
         graphs), or empty; kind ours only
     needs_gpu : the row's behavior without a GPU; empty where it needs none
-    usual : whether it runs when the user chooses no rows
+    usual : whether it runs when the user chooses no rows: few do, to take three minutes on two cores
     limit_s : seconds that an answer may take
     """
 
@@ -65,15 +65,16 @@ PLAIN = Row("plain", "plain")
 CHECKPOINT = Row("torch checkpoint", "peer", made_by="Checkpoint")
 BITSANDBYTES = Row("bitsandbytes 8-bit", "peer", package="bitsandbytes", made_by="BitsAndBytes")
 _COMPILE = Row("compile", "peer", made_by="Compiled", usual=False, limit_s=COMPILE_LIMIT_S)
+_COMPILERS = (_COMPILE, replace(_COMPILE, name="compile, budget 0.5", made_by="CompiledBudget"))
+COMPILERS = frozenset(row.name for row in _COMPILERS)
 PEERS = (
     CHECKPOINT,
-    Row("checkpoint every k-th", "peer", made_by="EveryKth"),
-    Row("selective checkpoint", "peer", made_by="Selective"),
-    Row("checkpoint_sequential", "peer", made_by="Sequential"),
-    Row("save_on_cpu", "peer", made_by="SaveOnCpu"),
+    Row("checkpoint every k-th", "peer", made_by="EveryKth", usual=False),
+    Row("selective checkpoint", "peer", made_by="Selective", usual=False),
+    Row("checkpoint_sequential", "peer", made_by="Sequential", usual=False),
+    Row("save_on_cpu", "peer", made_by="SaveOnCpu", usual=False),
     BITSANDBYTES,
-    _COMPILE,
-    replace(_COMPILE, name="compile, budget 0.5", made_by="CompiledBudget"),
+    *_COMPILERS,
     Row("torch_remat, attention kept", "peer", package="torch_remat", made_by="Remat", usual=False),
     Row("DeepSpeed checkpoint", "peer", package="deepspeed", made_by="DeepSpeed", usual=False),
     _offload("Transformers offload", "", "Offloaded", "the inputs stay where they are"),
@@ -81,15 +82,39 @@ PEERS = (
     _offload("torchtune offload", "torchtune", "Torchtune", "it asks for a CUDA stream and raises"),
     _offload("TRL offload", "trl", "Trl", "it asks for an accelerator and raises"),
 )
-_USUAL = ("derive", "raw @ disk", "int8", "int8 @ disk", "int4", "recompute", "recompute(int8)")
-_UNUSUAL = ("keep", "raw @ host", "expack", "int8 @ host", "recompute(raw @ disk)")
-_AUTO = Row("auto 50 %", "ours", share=0.5)
+
+
+def _ours(policy: str, *, usual: bool = True) -> Row:
+    """Return the row of a policy; its name has commas between rules, since `--rows` splits at semicolons."""
+    return Row(policy.replace(";", ","), "ours", policy, usual=usual)
+
+
+def plan(share: float, compiled: bool = False) -> Row:
+    """Return the row of a plan whose budget is this share of plain's saved bytes, `compiled` in the model's graph."""
+    row = Row(f"auto {100 * share:g} %", "ours", share=share, usual=False)
+    if not compiled:
+        return row
+    return replace(row, name=f"{row.name} in the graph", compiled="graph", limit_s=COMPILE_LIMIT_S)
+
+
+_USUAL = ("derive", "raw @ disk", "int8", "int4", "recompute", "recompute(int8)")
+_UNUSUAL = (
+    "keep",
+    "derive(int8)",
+    "int8 @ disk",
+    "raw @ host",
+    "expack",
+    "int8 @ host",
+    "recompute(raw @ disk)",
+    "recompute(segment=2)",
+    "@blocks : recompute; * : derive",
+)
 OURS = (
-    *(Row(text, "ours", text) for text in _USUAL),
-    _AUTO,
-    *(Row(text, "ours", text, usual=False) for text in _UNUSUAL),
-    replace(_AUTO, name="auto 75 %", share=0.75, usual=False),
-    replace(_AUTO, name="auto 25 %", share=0.25, usual=False),
+    *(_ours(text) for text in _USUAL),
+    replace(plan(0.5), usual=True),
+    *(_ours(text, usual=False) for text in _UNUSUAL),
+    plan(0.75),
+    plan(0.25),
     Row("recompute, compiled", "ours", "recompute", compiled="parts", usual=False, limit_s=COMPILE_LIMIT_S),
     Row("int8, compiled", "ours", "unprotected int8", compiled="blocks", usual=False, limit_s=COMPILE_LIMIT_S),
     Row("int8 in the graph", "ours", "int8", compiled="graph", usual=False, limit_s=COMPILE_LIMIT_S),
@@ -98,11 +123,8 @@ ROWS = (PLAIN, *PEERS, *OURS)
 
 
 def rows_for(policies: tuple[str, ...]) -> list[Row]:
-    """Return all rows of a model with these policies of its parts; the last policy is a usual row.
-
-    The rows' names have commas between rules.
-    """
-    return [*ROWS, *(Row(text.replace(";", ","), "ours", text, usual=text == policies[-1]) for text in policies)]
+    """Return all rows of a model with these policies of its parts."""
+    return [*ROWS, *(_ours(text, usual=False) for text in policies)]
 
 
 def parse_policies(options: list[str], rows: list[Row]) -> list[Row]:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from actstore.bench.workloads import gpt, llama, lora, lstm, resnet, unet, user, vit
+from actstore.bench.workloads import gpt, llama, lstm, resnet, unet, user, vit
 from actstore.bench.workloads.job import Job, Kind, fix_seed
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
 MODELS: dict[str, Kind] = {
-    module.KIND.default.model: module.KIND for module in (gpt, llama, vit, resnet, lstm, lora, unet)
+    kind.default.model: kind for kind in (gpt.KIND, llama.KIND, vit.KIND, resnet.KIND, lstm.KIND, llama.LORA, unet.KIND)
 }
 SIZES = ("layers", "width", "heads", "context", "batch", "dropout")
 

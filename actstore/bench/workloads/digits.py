@@ -27,7 +27,7 @@ def scans() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "models of images learn scikit-learn's digits, and it is not installed: pip install 'actstore[bench]'."
+            "models of images learn scikit-learn's digits, and it is not installed. Run pip install 'actstore[bench]'."
         ) from error
     data = load_digits()
     images = torch.as_tensor(data.images, dtype=torch.float32).unsqueeze(1)

@@ -21,6 +21,7 @@ PARTS = (  # policies for blocks with attention `attn` and a feed-forward networ
     "blocks.*.attn : recompute",
     "blocks.*.mlp : recompute",
     "blocks.*.attn : keep; blocks.* : recompute",
+    "*/@matmul : keep; @blocks : recompute",
     "blocks.0 : recompute; * : derive",
 )
 

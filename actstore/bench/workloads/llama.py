@@ -1,6 +1,8 @@
-"""Llama: RMSNorm, rotary positions, grouped queries and SwiGLU."""
+"""Llama: RMSNorm, rotary positions, grouped queries and SwiGLU; and its fine-tuning by low-rank adapters (LoRA)."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from actstore.errors import ConfigError
 HEADS_PER_GROUP = 4  # query heads per key-value head, where the model has as many
 HIDDEN_RATIO = 3.5  # width of SwiGLU over that of the model, as in Llama 3 8B
 ROTARY_BASE = 5e5
+LORA_RANK = 8
+LORA_SCALE = 2.0
 
 
 class Rotary(nn.Module):
@@ -117,6 +121,50 @@ KIND = Kind(
     default=Workload("llama", layers=6, width=256, heads=8, context=256, batch=6),
     uses=("layers", "width", "heads", "context", "batch"),
     make=make,
+    check=check,
+    policies=PARTS,
+)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and its adapter: ``base(x) + LORA_SCALE * up(down(x))``, with `up` initialized to zero."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, LORA_RANK, bias=False)
+        self.up = nn.Linear(LORA_RANK, base.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + LORA_SCALE * self.up(self.down(x))
+        return out
+
+
+def adapt(module: nn.Module) -> None:
+    """Put an adapter at every linear layer inside `module`."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, Adapted(child))
+        else:
+            adapt(child)
+
+
+def make_lora(work: Workload) -> Job:
+    model = Llama(work)
+    model.requires_grad_(False)
+    adapt(model.blocks)
+    model.head.requires_grad_(True)  # a new head, as for a new vocabulary
+    model.to(work.device)
+    return Job(work, model, model.blocks, Batches(work))
+
+
+LORA = Kind(
+    title="a LoRA fine-tune of a frozen Llama on English text",
+    default=Workload("lora", layers=6, width=256, heads=8, context=256, batch=6),
+    uses=("layers", "width", "heads", "context", "batch"),
+    make=make_lora,
     check=check,
     policies=PARTS,
 )

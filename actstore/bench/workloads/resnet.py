@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +15,13 @@ from actstore.bench.workloads.workload import Workload
 STAGES = 3
 
 
+def shortcut(channels: int, out: int, stride: int) -> nn.Module:
+    """Return the way around a block: a projection where its output has another shape than its input."""
+    if stride == 1 and channels == out:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+
 class Block(nn.Module):
     """A basic block: two convolutions and a residual connection."""
 
@@ -25,9 +32,7 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
-        self.around: nn.Module = nn.Identity()
-        if stride > 1 or channels != out:
-            self.around = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.around = shortcut(channels, out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu(self.norm1(self.conv1(x)))
@@ -36,22 +41,34 @@ class Block(nn.Module):
         return out
 
 
-class ResNet(nn.Module):
-    """A ResNet: ``model(images, digits)`` is the mean cross entropy of classifying the digits."""
+class Residual(nn.Module):
+    """A residual network: ``model(images, labels)`` is the mean cross entropy of classifying the images.
 
-    def __init__(self, work: Workload) -> None:
+    Parameters
+    ----------
+    channels : those that the last block returns
+    """
+
+    def __init__(self, stem: nn.Module, blocks: Iterable[nn.Module], channels: int, classes: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, work.width, 3, padding=1, bias=False), nn.BatchNorm2d(work.width), nn.ReLU(inplace=True)
-        )
-        self.blocks = nn.ModuleList(_blocks(work.width, work.layers))
-        self.head = nn.Linear(work.width << (STAGES - 1), CLASSES)
+        self.stem, self.blocks = stem, nn.ModuleList(blocks)
+        self.head = nn.Linear(channels, classes)
 
-    def forward(self, images: Tensor, digits: Tensor) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         h = self.stem(images)
         for block in self.blocks:
             h = block(h)
-        return F.cross_entropy(self.head(h.mean((2, 3))), digits)
+        return F.cross_entropy(self.head(h.mean((2, 3))), labels)
+
+
+class ResNet(Residual):
+    """A ResNet for digits."""
+
+    def __init__(self, work: Workload) -> None:
+        stem = nn.Sequential(
+            nn.Conv2d(1, work.width, 3, padding=1, bias=False), nn.BatchNorm2d(work.width), nn.ReLU(inplace=True)
+        )
+        super().__init__(stem, _blocks(work.width, work.layers), work.width << (STAGES - 1), CLASSES)
 
 
 def _blocks(width: int, layers: int) -> Iterator[Block]:

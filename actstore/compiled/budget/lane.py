@@ -198,9 +198,9 @@ class TierLane:
         return Moved(added, self._waiting((total - nbytes for nbytes in accumulate(read)), payloads, window))
 
     def buffers(self, payloads: Iterable[int], window: int) -> Callable[[int], int]:
-        """Return a function: the bytes in buffers while so many bytes of payloads are on their way, or about to be.
+        """Return a function that takes the bytes of payloads in transit, or about to be, and returns those of buffers.
 
-        payloads : the bytes of each that moves in a step
+        payloads : the bytes of each payload that moves in a step
         """
         sizes = [*payloads]
         most = max(window, *sizes) * (1 if self.on_host else 2) + SLACK_NBYTES if sizes else 0

@@ -94,7 +94,7 @@ def _together(operators: Sequence[Operator], run: Sequence[int]) -> list[int]:
 
 
 def _taken_from(operators: Sequence[Operator], index: int) -> int | None:
-    """Return the operator of several results of which `index` is one; None for an operator of one result."""
+    """Return the operator that returns result `index` among several; None for an operator of one result."""
     for source in operators[index].inputs:
         if operators[source].view and operators[source].owner == source:
             return source

@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from actstore.base.redispatch import redispatch
 from actstore.errors import ConfigError
 from actstore.inspection.fit.memory import Label, LiveMemory
-from actstore.inspection.fit.shards import shard_nbytes
-from actstore.inspection.fit.split import output_parts
+from actstore.inspection.fit.shards import output_parts, shard_nbytes
 from actstore.inspection.fit.work import OperatorWork, Work, work_of
 
 SMALL_NBYTES = 64 * 1024  # operators on less compute, so that counters, masks and lengths have their values
@@ -145,6 +144,7 @@ class DryMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # the class takes its parts out, and calls operators on these
+        self._memory.running.begin(func._schema.name.partition("::")[2])
         call = _Call.of(args, kwargs or {})
         tensors = [each for each in call.flat if isinstance(each, Tensor)]
         if _runs(func) or any(each.layout is not torch.strided or each.is_quantized for each in tensors):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from actstore.devices.cpu_memory import NO_RESERVE
+from actstore.inspection.fit.running import RunningModules
 
 Label = Literal["weights", "gathered", "gradients", "optimizer", "logits", "payloads", "activations", "working"]
 # A tensor keeps the label of the highest rank that it had: a weight that autograd saves is a weight.
@@ -48,11 +49,15 @@ class LiveMemory:
     ----------
     nbytes : of all storages that live
     is_split : whether a storage has more than one part
+    running : the modules that run
+    peak_at : the operator and module of the peak since `reset`
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.is_split = False
+        self.running = RunningModules()
+        self.peak_at = self._grew_at = ""
         self._peak_bytes = 0
         self._at_peak = Counter[Label]()
         self._labels = Counter[Label]()
@@ -77,6 +82,7 @@ class LiveMemory:
         """Forget the peak so far."""
         self._peak_bytes, self._at_peak = self.nbytes, self._labels.copy()
         self._count_at_peak = self._count
+        self.peak_at = self._grew_at
 
     def empty(
         self, nbytes: int, label: Label = "working", counted: int | None = None, parts: int = 1
@@ -182,6 +188,8 @@ class LiveMemory:
         self._watches[key] = ref(owner, partial(self._subtract, key))
         self._labels[label] += nbytes
         self.nbytes += nbytes
+        if self.nbytes > self._peak_bytes:
+            self._grew_at = self.running.now()
 
     def _subtract(self, key: int, _: ref[object]) -> None:
         self._note_peak()

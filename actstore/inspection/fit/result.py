@@ -29,6 +29,7 @@ class FitRow(NamedTuple):
     times_plain : least and most times that of plain PyTorch
     plan : text of the policy that "auto" would choose, by estimated times; None for any other policy
     budget_bytes : of that plan, for activations
+    peak_at : operator and module that run at the peak, such as ``gelu in blocks.3.mlp.1, run again``
     frugal_bytes : for "auto" without a budget, what the step needs under the plan that needs least
     """
 
@@ -42,6 +43,7 @@ class FitRow(NamedTuple):
     plan: str | None = None
     budget_bytes: int | None = None
     frugal_bytes: int | None = None
+    peak_at: str = ""
 
     @property
     def largest(self) -> Label:
@@ -63,6 +65,8 @@ class Fit:
     parts : for each policy, the label of the largest part of the peak of the next batch or context, which does not fit
     errors : for each policy, what the step raises at the next batch or context, where this ends the search, not memory
     device : whose rates give the times; None where none was given
+    best : where a size was "auto", the step at the largest one, under the policy that reaches it first
+    advice : what lowers the least peak of all rows, where tiles do; empty for nothing
     fsdp, tp : ranks that shard the weights, and that split the layers; the figures are those of one rank
     """
 
@@ -73,6 +77,8 @@ class Fit:
     parts: dict[str, dict[str, Label]] = field(default_factory=dict)
     errors: dict[str, dict[str, str]] = field(default_factory=dict)
     device: str | None = None
+    best: FitRow | None = None
+    advice: str = ""
     fsdp: int = 1
     tp: int = 1
 
@@ -82,7 +88,16 @@ class Fit:
         sizes = self._names
         fits = [] if self.memory_bytes is None else ["fits"]
         times = ["ms", "times plain"] if any(row.ms for row in self.rows) else []
-        head = ["policy", "peak", *labels, *fits, *(f"largest {size}" for size in sizes), *times, "largest part"]
+        head = [
+            "policy",
+            "peak",
+            *labels,
+            *fits,
+            *(f"largest {size}" for size in sizes),
+            *times,
+            "largest part",
+            "peak at",
+        ]
         lines = [head, *(self._cells(row, labels, sizes) for row in self.rows)]
         return "\n".join([*columns(lines), *self._notes()])
 
@@ -96,6 +111,7 @@ class Fit:
             *(self._most(row, size) for size in sizes),
             *(() if row.ms is None else (_range(row.ms, 1), _range(row.times_plain, 2))),
             row.largest,
+            row.peak_at,
         ]
 
     def _most(self, row: FitRow, name: str) -> str:
@@ -123,6 +139,8 @@ class Fit:
                 text = f"the step fails at {name}={self.largest[policy][name] + 1}: {error}"
                 ends.setdefault(text, []).append(policy)
         notes += [f"{', '.join(policies)}: {text}" for text, policies in ends.items()]
+        notes += wrapped(self.advice) if self.advice else []
+        notes += wrapped(self._best(self.best)) if self.best is not None else []
         if self.fsdp > 1 or self.tp > 1:
             notes.append(f"of one rank: weights sharded by fsdp={self.fsdp}, layers split by tp={self.tp}")
             if self.device is not None:
@@ -130,6 +148,16 @@ class Fit:
         elif self.device not in (None, "cpu"):
             notes.append(f"times: by the data sheet of {self.device}; not measured")
         return notes
+
+    def _best(self, row: FitRow) -> str:
+        """Return the largest size and its step as text."""
+        (name,) = self._names
+        on = self.device or "this CPU"
+        times = f"; it takes {_range(row.ms, 1)} ms on {on}, {_range(row.times_plain, 2)} times plain" if row.ms else ""
+        return (
+            f"largest {name}: {self.largest[row.policy][name]}, under {row.policy!r}; a step needs "
+            f"{format_nbytes(row.peak_bytes)}, most of it at {row.peak_at}{times}"
+        )
 
     @property
     def _names(self) -> list[str]:

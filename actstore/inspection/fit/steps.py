@@ -1,37 +1,157 @@
-"""Dry steps of one model: plain, and with a store for each policy."""
+"""Dry steps of one model: plain, and with a store for each policy; and profiles of them."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from actstore.auto.probes import MAX_MEASURED_STEPS, Probes
+from actstore.auto.profiler import Profiler
+from actstore.autograd.hooks import Scope
+from actstore.base.ledger import Account
+from actstore.base.ticket import Done, Ticket
+from actstore.codecs import Codec
+from actstore.codecs.base import Bound
+from actstore.devices import Cpu
 from actstore.devices.cpu_memory import unreserved
+from actstore.errors import ConfigError, PolicyError, StateError
 from actstore.inspection.fit.dry import DryMode
 from actstore.inspection.fit.memory import Label, LiveMemory
-from actstore.inspection.fit.profiled import ProfiledStore
 from actstore.inspection.fit.result import FitRow
-from actstore.inspection.fit.shards import ShardedUnits
-from actstore.inspection.fit.split import split_weights
+from actstore.inspection.fit.shards import ShardedUnits, split_weights
 from actstore.inspection.fit.store import DryStore
 from actstore.inspection.fit.work import DryTimes, Work
+from actstore.model.blocks import repeated_blocks
+from actstore.plan.decisions import rules_of
 from actstore.plan.hardware import Hardware
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
+from actstore.plan.solver.chain import Links
+from actstore.plan.values import Grants
+from actstore.policy.pattern import ancestry
+from actstore.recompute.tiles import has_values
 from actstore.rerun.optimizers import live_optimizers
 from actstore.rerun.step import leaves_of, run_backward, takes_store
 from actstore.rerun.target import read_target
+from actstore.session.entries import StoreEntry
+from actstore.store.observers import Gauge
+
+EVERYTHING = Grants(0, None, 0, 0.0)  # limits that leave no decision out, but for those on a disk and lossy ones
+
+
+class ProfiledStore(DryStore):
+    """The store of dry steps under the decisions that "auto" tries, which measures them as "auto" does.
+
+    Parameters
+    ----------
+    links : rates of the device's links
+    """
+
+    def __init__(self, model: Module, memory: LiveMemory, work: Work, links: Links, **options: Any) -> None:
+        super().__init__(model, "keep", memory, work, on_host=links.on_host, **options)
+        self._on_host = links.on_host
+        self._clock = WorkClock(work)
+        self._profiler = Profiler(model, self._ledger)
+        self._probes = Probes(self._profiler, model, EVERYTHING)
+        self._probes.use(links)
+        self._decisions: dict[str, str] = {}
+        codecs = self._store.observers.gauge
+        assert codecs is not None
+        self._store.observers.measure(_Measured(codecs, self._profiler))
+
+    def profile(self, train: Callable[[], object]) -> Profile:
+        """Run steps until each decision has been tried on each kind of unit, and return their figures.
+
+        Raises
+        ------
+        ConfigError : no step enters the store and runs backward through the model
+        """
+        for _ in range(MAX_MEASURED_STEPS):
+            if not self._take():
+                break
+            train()
+        if not self._probes.steps:
+            raise ConfigError(
+                'policy="auto": needs a step with a backward through the model. Return the model that the step calls.'
+            )
+        return self._probes.profile(torch.device("cpu"))
+
+    def close(self) -> None:
+        self._profiler.cancel()
+        self._probes.close()
+        super().close()
+
+    def _take(self) -> bool:
+        """Take the figures of the last step, and choose the next decisions; return False where no try is left."""
+        sample = self._profiler.finish()
+        if sample is not None and sample.backward:
+            self._probes.add(sample)
+        decisions = self._probes.untried(on_host=self._on_host, samples=1, room=inf)
+        self._decisions = decisions or {}
+        return decisions is not None
+
+    def _scope(self, *, first: bool) -> Scope:
+        if first:
+            if self._profiler.measures:  # the second entry of a step
+                self._take()
+            self._follow(rules_of(self._decisions))
+        scope = super()._scope(first=first)
+        if first:
+            self._profiler.begin(self._clock, self._decisions)
+        return scope
+
+    def _end_forward(self, entry: StoreEntry) -> None:
+        self._profiler.end_forward()
+        super()._end_forward(entry)
+
+
+class WorkClock(Cpu):
+    """A CPU whose time is that of the counted work."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(torch.device("cpu"))
+        self._work = work
+
+    def mark(self, stream: Any) -> Ticket:
+        now = round(self._work.compute_ms * 1e6)
+        return Done((now, now))
+
+
+class _Measured:
+    """Gauge that wraps another gauge, and measures its codecs."""
+
+    def __init__(self, codecs: Gauge, profiler: Profiler) -> None:
+        self._codecs, self._profiler = codecs, profiler
+
+    @property
+    def measures(self) -> bool:
+        return self._profiler.measures
+
+    def codec(self, bound: Bound, codec: Codec, account: Account) -> Bound:
+        """Return the other gauge's codec, measured."""
+        return self._profiler.codec(self._codecs.codec(bound, codec, account), codec, account)
+
+    def recomputing(self, account: Account) -> Callable[[], None]:
+        """Begin to measure a recomputation. Returns a function to call at its end."""
+        return self._profiler.recomputing(account)
+
 
 PLAIN = "plain"
+LOSS_TILES = 16
+TILED = "@blocks : recompute", "@attention : recompute; @norm : recompute; @mlp : recompute(tiles=8)"
+AWAY = "@blocks : recompute(raw @ host)"  # of a GPU, whose memory it leaves
 WARMUP_STEPS = 2  # before the step that counts: the optimizer makes its state, the store learns the order of backward
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -75,6 +195,7 @@ class DrySteps:
             self._takes_store = takes_store(target.step)
             self._make_optimizer = make_optimizer
             self._optimizer: Optimizer | None = None
+            self._memory.running.name(target.model)
             self._learning = [each for each in self._model.parameters() if each.requires_grad]
             for weight in self._model.parameters():
                 self._memory.label(weight, "weights")
@@ -113,6 +234,18 @@ class DrySteps:
             finally:
                 store.close()
 
+    def tiled(self) -> list[FitRow]:
+        """Return rows of policies that recompute all, in tiles where the model takes them. Another row ran before."""
+        outer = (name.rpartition(".")[0] for name in repeated_blocks(self._model))
+        around = {"", *(name for each in outer for name in ancestry(each))}
+        loss = [name for name in self._memory.running.loss if name not in around][-1:]
+        tiles = [f"{name} : recompute(tiles={LOSS_TILES})" for name in loss]
+        rows = []
+        for rules in TILED if self._on_host else (*TILED, AWAY):
+            with suppress(PolicyError, StateError):  # of a model without such modules, or whose modules mix tokens
+                rows.append(self.row("; ".join([*tiles, rules])))
+        return rows
+
     def _stored(self, policy: str | Plan, *, is_late: bool = True, is_slow: bool = False) -> tuple[FitRow, bool]:
         """Return the row of one policy, and whether a payload has left the device's memory."""
         store = DryStore(
@@ -136,7 +269,7 @@ class DrySteps:
     def _row(self, policy: str) -> FitRow:
         peak = self._memory.peak_bytes
         found = {label: nbytes for label, nbytes in self._memory.at_peak.items() if nbytes}
-        row = FitRow(policy, peak, peak, peak, found)
+        row = FitRow(policy, peak, peak, peak, found, peak_at=self._memory.peak_at)
         if self._work is None:
             return row
         times = self._work.times()
@@ -209,6 +342,7 @@ class DrySteps:
     @contextmanager
     def _dry(self) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]), unreserved(), self._mode:
+            token = has_values.set(False)
             updates = [
                 register_optimizer_step_pre_hook(self._begin_update),
                 register_optimizer_step_post_hook(self._end_update),
@@ -216,15 +350,18 @@ class DrySteps:
             try:
                 yield
             finally:
+                has_values.reset(token)
                 for each in updates:
                     each.remove()
 
     def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped.add(optimizer)
         self._mode.ranks = self._ranks
+        self._memory.running.optimizer = type(optimizer).__name__
 
     def _end_update(self, *_: Any) -> None:
         self._mode.ranks = 1
+        self._memory.running.optimizer = ""
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def _put_value(target: Any, i: Any, code: Any, kind: Any) -> None:
 
 @inline
 def _is_unsigned(source: Any, start: Any, kind: Any) -> Any:
-    """Return whether no element of a block has its sign bit set, and all are below 2^16, as behind ReLU."""
+    """Return whether no element of a block has its sign bit set, and all are below 2^16, as after ReLU."""
     top: Any = u32(0) if kind == F32 else u16(0)
     for i in range(start, start + BLOCK):
         bits = load_bits(source, i, kind)

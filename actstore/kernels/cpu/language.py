@@ -22,10 +22,11 @@ try:
     from numba.core import cgutils as _cgutils
     from numba.extending import intrinsic as _intrinsic
 
-    from actstore.kernels.cpu import cache, notice  # not in the digest: they change no kernel
+    from actstore.kernels.cpu import cache, notice, numba_blas  # not in the digest: they change no kernel
 except ImportError as error:
     raise KernelUnavailable("numba is not installed. Run pip install 'actstore[cpu]'.", package="numba") from error
 
+numba_blas.defer()
 u16 = np.uint16
 u32 = np.uint32
 f32 = np.float32

@@ -1,4 +1,4 @@
-"""Bit planes of tiles of 1024 bytes on the CPU: bit `b` of 64 neighbouring bytes is one 64-bit word.
+"""Bit planes of tiles of 1024 bytes on the CPU: bit `b` of 64 neighboring bytes is one 64-bit word.
 
 The code uses vectors of 64 bytes, which LLVM splits into the processor's vectors.
 """

@@ -1,4 +1,4 @@
-"""int8 of elements without a sign bit on the CPU, as behind ReLU, where signs are kept. The bytes: csrc/int8.md."""
+"""int8 of elements without a sign bit on the CPU, as after ReLU, where signs are kept. The bytes: csrc/int8.md."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def optimizer() -> ModuleType:
         import scipy.optimize
     except ImportError as error:
         raise ConfigError(
-            "a bound and an optimal plan need scipy, which is not installed: pip install 'actstore[plan]'."
+            "a bound and an optimal plan need scipy, which is not installed. Run pip install 'actstore[plan]'."
         ) from error
     return scipy.optimize  # type: ignore[no-any-return]  # scipy has no annotations
 

@@ -6,7 +6,7 @@ the least cost per byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from time import monotonic
@@ -268,14 +268,15 @@ def fastest(tables: Tables, allowed: Sequence[Sequence[int]]) -> list[int]:
     return [min(row)[-1] for row in keys]
 
 
-def starts(tables: Tables, allowed: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return initial choices, made layer by layer under guessed prices of device memory and of the lanes.
+def starts(tables: Tables, allowed: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield initial choices, made layer by layer under guessed prices of device memory and of the lanes.
 
     A byte on a lane costs from nothing to the time it takes there. A held byte costs from nothing to more than the most
     expensive option pays to free one. For each price of the lanes the best choice stays; the best of all comes first.
     """
     if not allowed:
-        return [[]]
+        yield []
+        return
     extra = tables.extra[FORWARD] + tables.extra[BACKWARD]
     crossing = tables.near * sum(1 / rate for rate in tables.near_rate)
     crossing = np.maximum(crossing, tables.far * sum(1 / rate for rate in tables.far_rate))
@@ -285,13 +286,14 @@ def starts(tables: Tables, allowed: Sequence[Sequence[int]]) -> list[list[int]]:
     for i, options in enumerate(allowed):
         barred[i, list(options)] = False
     best: dict[tuple[int, ...], tuple[float, float]] = {}
-    for lane in LANE_PRICES:
+    for lane in LANE_PRICES if crossing.any() else (0.0,):
         costs = [extra + lane * crossing + held * dearest * tables.held for held in HELD_PRICES]
-        choices = [tuple(int(o) for o in np.argmin(np.where(barred, np.inf, cost), axis=1)) for cost in costs]
+        found = (tuple(int(o) for o in np.argmin(np.where(barred, np.inf, cost), axis=1)) for cost in costs)
+        choices = list(dict.fromkeys(found))
         marks = scores(tables, choices[0], [tuple(enumerate(choice)) for choice in choices])
         pick = int(np.lexsort((marks.total, marks.breach))[0])
         best[choices[pick]] = float(marks.breach[pick]), float(marks.total[pick])
-    return [list(choice) for choice in sorted(best, key=lambda choice: best[choice])]
+    yield from map(list, sorted(best, key=lambda choice: best[choice]))
 
 
 def _prefixes(moves: Sequence[Move], ranked: Iterable[int]) -> Iterable[Move]:

@@ -1,4 +1,4 @@
-"""The best choice of options under limits, and a bound on its distance from the optimum.
+"""The best choice of options under limits, a bound on its distance from the optimum, and the front of many limits.
 
 A ladder of methods, which ends as soon as a plan is proven good enough: everything fits; the relaxation, whose value is
 a lower bound; a local search; the mixed-integer program, on the options that the relaxation's prices leave open.
@@ -7,13 +7,14 @@ a lower bound; a local search; the mixed-integer program, on the options that th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain as chained
 from math import inf, isfinite
 from time import monotonic
 
 from actstore.base.units import format_nbytes
-from actstore.errors import CapacityError
+from actstore.errors import CapacityError, ConfigError
 from actstore.plan.solver.chain import LayerChain, Limits, useful
 from actstore.plan.solver.least import Least, check_totals, least
 from actstore.plan.solver.linear import Linear
@@ -158,7 +159,7 @@ class _Ladder:
             program, values = relaxation[0], relaxation[1].values
             first = [program.spread(values), program.choose(values)]
         first += [list(start)] if start is not None else []
-        for choice in (*first, *starts(self.tables, self.allowed)):
+        for choice in chained(first, starts(self.tables, self.allowed)):  # those of `starts` only where needed
             found = search.improve(choice)
             if found is not None:
                 self._offer(found[0], "local search")
@@ -224,3 +225,50 @@ def refusal(needs: Least, limits: Limits) -> CapacityError:
         direction=needs.direction,
         layer=needs.layer,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """A device limit in bytes, and the plan under it."""
+
+    device: float
+    solution: Solution
+
+
+def pareto(
+    chain: LayerChain, limits: Limits, points: int = 16, *, time_limit: float = 5.0, gap: float = 0.002
+) -> tuple[ParetoPoint, ...]:
+    """Return plans from the least possible device memory to the size that is of use, or to `limits.device`.
+
+    Limits are evenly spaced. Each point is faster than those before it; slower ones are left out. A plan that was found
+    with less memory stays wherever it is the better one.
+
+    Parameters
+    ----------
+    points : number of limits to try, 2 or more
+    time_limit : seconds for each of them
+
+    Raises
+    ------
+    CapacityError : `limits.device` is below the least memory, or another limit cannot be kept
+    ConfigError : as `Tables`; fewer than two points, or a chain without layers
+    """
+    if points < 2:
+        raise ConfigError(f"points={points}: must be 2 or more. Use 16 for a smooth front.")
+    low = least(chain, limits)
+    allowed = [useful(layer) for layer in chain.layers]
+    tables = Tables(chain, limits)
+    high = max(low.device, min(limits.device, evaluated(tables, fastest(tables, allowed)).device_peak))
+    if limits.device < low.device:
+        solve(chain, limits, time_limit=time_limit, gap=gap)  # raises, with the missing bytes
+    front: list[ParetoPoint] = []
+    start = low.evaluation.choice
+    for step in range(points):
+        device = low.device + (high - low.device) * step / (points - 1)
+        solution = solve(chain, replace(limits, device=device), time_limit=time_limit, gap=gap, start=start)
+        start = solution.choice
+        if not front or solution.evaluation.total < front[-1].solution.evaluation.total * (1 - 1e-9):
+            front.append(ParetoPoint(device, solution))
+        if high == low.device:
+            break
+    return tuple(front)

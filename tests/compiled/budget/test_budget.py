@@ -16,9 +16,8 @@ from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Bits
 from actstore.compiled import budget_partition
-from actstore.compiled.budget.ladder import PlanLadder, Rung
+from actstore.compiled.budget.ladder import PlanLadder, Rung, cuts_of
 from actstore.compiled.budget.step import RegionStep
-from actstore.compiled.budget.units import cuts_of
 from actstore.errors import CapacityError, ConfigError
 from tests.autograd.checks import check_drained, check_same
 from tests.compiled.models import BATCHES, DeepConvolutions, GatedMlp, Heads, WideMlp, gradients, make, plain

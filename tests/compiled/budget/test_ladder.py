@@ -9,11 +9,10 @@ from math import inf
 
 import pytest
 
-from actstore.compiled.budget.ladder import GAP, chain_of, descend, ladder_of, wanted_by
+from actstore.compiled.budget.ladder import GAP, chain_of, cuts_of, descend, ladder_of, wanted_by
 from actstore.compiled.budget.lane import TierLane
 from actstore.compiled.budget.operator import Operator
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from actstore.compiled.budget.units import cuts_of
 from actstore.plan.solver.chain import Limits
 from actstore.plan.solver.solve import solve
 from tests.compiled.budget.random_steps import LANE, LARGE, random_step

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from actstore.compiled.budget.loops import Loops
 from actstore.compiled.budget.operator import Operator
-from actstore.compiled.budget.step import RegionStep
+from actstore.compiled.budget.step import Loops, RegionStep
 
 
 def elementwise(*inputs: int, index: int, late: bool = False) -> Operator:

@@ -18,10 +18,9 @@ from torch._inductor.utils import fresh_cache
 from actstore import ActivationStore, Auto, Disk, Window
 from actstore.auto.graph import lossy_modules
 from actstore.compiled import budget_partition
-from actstore.compiled.budget.ladder import PlanLadder, Rung
+from actstore.compiled.budget.ladder import PlanLadder, Rung, cuts_of
 from actstore.compiled.budget.lossy import LossyModules
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
-from actstore.compiled.budget.units import cuts_of
 from actstore.errors import CapacityError
 from actstore.plan.profile import Profile, Unit, UnitBytes, UnitFigures
 from tests.autograd.checks import check_drained, check_same, gc_off

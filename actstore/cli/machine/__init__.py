@@ -1,1 +1,0 @@
-"""Facts about this machine that decide what actstore does on it: `actstore doctor` shows them."""
