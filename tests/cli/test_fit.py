@@ -70,7 +70,7 @@ def test_fit_finds_the_largest_size_of_all(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         run(monkeypatch, tmp_path, "make_step", "512", "--policy", "int8", "--memory", "80MiB", "--batch", "many")
     assert end.value.code == 2
-    assert "actstore: batch='many': must be an int" in capsys.readouterr().err
+    assert """batch='many': must be a whole number, or "auto". Write batch=1024.""" in capsys.readouterr().err
 
 
 def test_fit_without_an_optimizer(monkeypatch, tmp_path, capsys):
