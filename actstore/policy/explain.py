@@ -36,17 +36,23 @@ def explain(policy: Policy | Auto | Bits, model: Module | None) -> str:
         own = [name for name, owner in owners.items() if owner == str(pattern)]
         roots = [name for name in own if name in regions.roots]
         parts = [name for name in own if name in regions.parts]
-        lines.append((f"{pattern} : {decision}", _covered(pattern, decision, own, roots, parts) or everything))
+        tiled = [name for name in own if name in regions.tiled]
+        lines.append((f"{pattern} : {decision}", _covered(pattern, decision, own, roots, parts, tiled) or everything))
     return "\n".join(columns(lines))
 
 
-def _covered(pattern: Pattern, decision: Decision, own: list[str], roots: list[str], parts: list[str]) -> str:
+def _covered(
+    pattern: Pattern, decision: Decision, own: list[str], roots: list[str], parts: list[str], tiled: list[str]
+) -> str:
     """Return what a rule covers; empty for a default, which covers all that is left."""
     if pattern.tensors:
         what = f"results of {pattern.tensors}" if pattern.operator else f"tensors tagged {pattern.tag}"
         return f"{what}, {'anywhere' if pattern.any_module else f'saved in {pattern.module}'}"
     if isinstance(decision, Recompute):
-        again = f"runs again in backward: {short(roots, _NAMES_WIDTH)}" if roots else "nothing"
+        found = [f"runs again in backward: {short(roots, _NAMES_WIDTH)}"] if roots else []
+        if tiled:
+            found.append(f"runs in tiles inside of recomputed modules: {short(tiled, _NAMES_WIDTH)}")
+        again = "; ".join(found) or "nothing"
         return f"{again}; everything else is kept" if pattern.any_module else again
     if pattern.any_module:
         return ""

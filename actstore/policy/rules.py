@@ -176,7 +176,7 @@ class Rules:
         The first are the outermost modules that the pattern of a Recompute rule matches itself, unless an earlier rule
         decides on them. Under the default they are the model's repeated blocks. Modules that a decision covers outside
         of these are not recomputed. A module inside one of them on which another rule decides does not run again, and
-        may itself hold modules to recompute.
+        may itself hold modules to recompute. Where that rule is `recompute(tiles=n)`, it runs again slice by slice.
 
         Parameters
         ----------
@@ -185,8 +185,8 @@ class Rules:
 
         Raises
         ------
-        PolicyError : another rule recomputes a module inside one of these; or the default is Recompute and the model
-            has no blocks
+        PolicyError : another rule recomputes a module inside one of these, without tiles or with other options; one
+            decides inside of such a module; or the default is Recompute and the model has no blocks
         """
         return regions_of(self._ordered, names, blocks)
 
@@ -279,10 +279,12 @@ class Regions(NamedTuple):
     ----------
     roots : the recomputed modules, each with its decision
     parts : the outermost modules in them that another rule decides
+    tiled : those in them that run in slices, in the first run and in later ones, each with its decision
     """
 
     roots: dict[str, Recompute]
     parts: list[str]
+    tiled: dict[str, Recompute]
 
 
 def regions_of(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[str]) -> Regions:
@@ -304,39 +306,70 @@ def regions_of(ordered: Sequence[Rule], names: Sequence[str], blocks: Sequence[s
         for name, (pattern, decision) in owners.items()
         if isinstance(decision, Recompute) and (name in blocks if pattern == EVERYTHING else pattern.matches(name))
     }
-    regions = Regions({}, [])
+    regions = Regions({}, [], {})
     for name in names:
-        root, part = _around(name, owners, matched)
-        if name == root and isinstance(decision := owners[name][1], Recompute):
+        root, part, tiled = _around(name, owners, matched)
+        decision = owners[name][1]
+        if tiled:
+            _require_no_tensor_rules(name, tiled, ordered, owners)
+        if name == root and isinstance(decision, Recompute):
             regions.roots[name] = decision
         elif name == part:
             regions.parts.append(name)
+        elif name == tiled and isinstance(decision, Recompute):
+            regions.tiled[name] = decision
     return regions
 
 
-def _around(name: str, owners: dict[str, Rule], matched: set[str]) -> tuple[str, str]:
-    """Return the region that a module is in, and the part of it that does not run again; empty for none."""
-    root = part = ""
+def _around(name: str, owners: dict[str, Rule], matched: set[str]) -> tuple[str, str, str]:
+    """Return the region that a module is in, and the part of it that does not run again, or runs in tiles."""
+    root = part = tiled = ""
     for outer in reversed([*ancestry(name)]):
         if outer not in owners:
             continue
         if outer in matched and (part or not root):
             root, part = outer, ""
-        elif root and not part and owners[outer] is not owners[root]:
-            if isinstance(owners[outer][1], Recompute):
-                raise _conflict(
-                    owners[outer],
-                    owners[root],
-                    f"{root} holds {outer}",
-                    "the region runs again as a whole. Leave that rule out, or write patterns for the other parts "
-                    "instead of the whole",
-                )
-            part = outer
-    return root, part
+        elif tiled and owners[outer] is not owners[tiled]:
+            raise _conflict(outer, tiled, owners, "runs in tiles as a whole. Leave that rule out")
+        elif root and not (part or tiled) and owners[outer] is not owners[root]:
+            if isinstance(decision := owners[outer][1], Recompute):
+                _require_tiles(outer, root, owners, decision)
+                tiled = outer
+            else:
+                part = outer
+    return root, part, tiled
 
 
-def _conflict(inner: Rule, outer: Rule, where: str, rule: str) -> PolicyError:
+def _require_tiles(inner: str, root: str, owners: dict[str, Rule], decision: Recompute) -> None:
+    """Check that a recomputed module inside a region runs in tiles, and stores nothing."""
+    plain = Recompute(tiles=decision.tiles)
+    if decision.tiles is None:
+        why = "runs again as a whole. Leave that rule out, or write patterns for the other parts instead of the whole"
+    elif getattr(owners[root][1], "tiles", None) is not None:
+        why = "runs in tiles as a whole. Leave that rule out"
+    elif decision != plain:
+        why = f"computes the inputs of {inner} again, and so none is stored. Write {plain}"
+    else:
+        return
+    raise _conflict(inner, root, owners, why)
+
+
+def _require_no_tensor_rules(name: str, tiled: str, ordered: Sequence[Rule], owners: dict[str, Rule]) -> None:
+    """Refuse a rule by tag or operator for what runs in tiles inside a region, and drops all that it saves."""
+    for pattern, decision in ordered:
+        if (pattern, decision) == owners[name]:
+            return
+        if pattern.tensors and pattern.covers_module(name):
+            rule = f"{owners[tiled][0]} : {owners[tiled][1]}"
+            raise PolicyError(
+                f"rule '{pattern} : {decision}' is also for {name}, which runs in tiles inside a recomputed region "
+                f"and saves only its inputs. Put '{rule}' before it."
+            )
+
+
+def _conflict(inner: str, outer: str, owners: dict[str, Rule], why: str) -> PolicyError:
+    (pattern, decision), (around, region) = owners[inner], owners[outer]
     return PolicyError(
-        f"rule '{inner[0]} : {inner[1]}' lies inside the recomputed region of rule '{outer[0]} : {outer[1]}' "
-        f"({where}): {rule}."
+        f"rule '{pattern} : {decision}' lies inside the recomputed region of rule '{around} : {region}' "
+        f"({outer} holds {inner}): the region {why}."
     )

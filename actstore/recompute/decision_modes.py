@@ -181,13 +181,18 @@ class DecisionMode(OperatorMode):
         """Number of decisions that have been kept."""
         return len(self._kept)
 
+    @property
+    def routing(self) -> bool:
+        """True where only functions that route count."""
+        return self._decisions.routing
+
     def passes(self, operator: Any) -> bool:
         """Return whether an operator runs as without the mode."""
-        return self.paused or (self._decisions.routing and not routes(operator))
+        return self.paused or (self.routing and not routes(operator))
 
     def around(self, *, whole: bool) -> AbstractContextManager[Any]:
         """Return the context in which the mode sees what it is for, or the `whole` region."""
-        return Routing(self) if self._decisions.routing and not whole else self
+        return Routing(self) if self.routing and not whole else self
 
 
 class Routing(TorchFunctionMode):

@@ -90,7 +90,7 @@ class FirstHooks:
 
     __slots__ = (
         "_buffers", "_call", "_counted", "_diverged", "_early", "_form", "_fresh", "_number", "_scope", "_sizes",
-        "_slots", "inputs", "nbytes",
+        "_slots", "inputs", "nbytes", "rerun_nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,7 @@ class FirstHooks:
         self._form: SavedForm | None = None  # and the form of that: slots share it
         self.inputs: Container[int] = ()  # storages of the call's inputs
         self.nbytes = 0  # bytes of all other storages
+        self.rerun_nbytes = 0  # that the last later run has saved
 
     @property
     def packs(self) -> int:
@@ -168,12 +169,14 @@ class FirstHooks:
     def _run_again(self, slot: SavedSlot, backward: object) -> tuple[Tensor, int]:
         """Run the region again for a backward, which finds tensors in the slots then. Returns that of one slot."""
         call = self._call
+        later = LaterHooks(self._scope, call, self._slots, backward, early=self._early)
         try:
-            difference = LaterHooks(self._scope, call, self._slots, backward, early=self._early).run()
+            difference = later.run()
         except BaseException as error:
             self._drop(backward)
             _add_name(error, call.region)
             raise
+        self.rerun_nbytes = later.nbytes
         if difference is not None:
             self._drop(backward)
             raise self._diverged(call, difference)
@@ -191,13 +194,17 @@ class FirstHooks:
 class LaterHooks:
     """Hooks of one later run. They put what it saves into the slots of the first run, and end it when all are full.
 
-    They book its peak: all that the region saved exists when it ends. During it, modules have the weights and buffers
-    of the first run, and random generators their states before it.
+    They book its peak: all that the region saved exists when it ends, beside what a region around it saved. During it,
+    modules have the weights and buffers of the first run, and random generators their states before it.
+
+    Attributes
+    ----------
+    nbytes : that exist when it has ended
     """
 
     __slots__ = (
         "_backward", "_booked", "_call", "_count", "_difference", "_early", "_has_all", "_repeating", "_scope",
-        "_sizes", "_slots",
+        "_sizes", "_slots", "nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -214,6 +221,7 @@ class LaterHooks:
         self._booked: Booked = {}  # storages that the ledger books elsewhere
         self._has_all = False  # backward needs nothing that the run has not saved yet
         self._repeating: Repeating | None = None
+        self.nbytes = 0
 
     @eager
     def run(self) -> RunDifference | None:
@@ -238,7 +246,9 @@ class LaterHooks:
                 measured()
             if traced is not None:
                 traced()
-        self._scope.ledger.touch_peak(call.account, sum(self._sizes.values()), "recomputation")
+        around = getattr(call.unpack, "__self__", None)
+        self.nbytes = sum(self._sizes.values()) + (around.rerun_nbytes if isinstance(around, FirstHooks) else 0)
+        self._scope.ledger.touch_peak(call.account, self.nbytes, "recomputation")
         first = len(self._slots)
         if self._count < first or (self._count > first and call.is_over):
             return RunDifference(None, first, self._count)

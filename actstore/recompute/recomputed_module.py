@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
@@ -23,26 +24,31 @@ from actstore.base.note import Note
 from actstore.base.storage import storages_of
 from actstore.base.trees import Form, flatten, unflatten
 from actstore.errors import PolicyError, StateError
+from actstore.model.snapshot import AS_IT_IS
 from actstore.model.tree import ModuleTree
 from actstore.model.writes import WriteHistory
 from actstore.policy import Keep, Recompute
 from actstore.recompute import hooks as region_hooks
+from actstore.recompute.attributes import Effects
 from actstore.recompute.chain import CallChain, Carry
 from actstore.recompute.checkpoints import RegionWarnings
+from actstore.recompute.decision_modes import Repeating
 from actstore.recompute.decisions import Decisions
 from actstore.recompute.divergence import RunDifference, divergence
 from actstore.recompute.forwards import ForwardWrapper
 from actstore.recompute.hooks import FirstHooks
 from actstore.recompute.region_state import RegionState, SteadyState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
-from actstore.recompute.running import FirstRun, RegionParts, compiles
+from actstore.recompute.running import FirstRun, LaterRun, OutputReads, RegionParts, RegionRun, compiles, current
 from actstore.recompute.schedule import schedule_of
-from actstore.recompute.tiles import Slices, is_sum, runner
+from actstore.recompute.tiles import Run, Slices, is_sum, runner
 from actstore.recompute.token_rules import Dims
 
 if TYPE_CHECKING:
     from actstore.autograd.hooks import Scope
     from actstore.recompute.inner_rules import InnerRules
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # what packs a saved tensor, and what unpacks it
 
 _INDICES = frozenset({"layer_idx", "layer_id"})  # attributes of Transformers' modules, by which they find their values
 
@@ -120,6 +126,7 @@ class RecomputedModule(ForwardWrapper):
     once : all modules of the policy that do not run again, with the regions around them
     idle : those of them that this region does not run again
     inner : the rules for tensors inside of it; None for none
+    tiled : whether modules inside of it run in tiles
 
     Raises
     ------
@@ -137,6 +144,7 @@ class RecomputedModule(ForwardWrapper):
         once: frozenset[Module] = frozenset(),
         idle: frozenset[Module] = frozenset(),
         inner: InnerRules | None = None,
+        tiled: bool = False,
     ) -> None:
         scripted = next((path for path, part in module.named_modules() if isinstance(part, ScriptModule)), None)
         if scripted is not None:  # an exception ends a recomputation, and TorchScript's interpreter replaces it
@@ -156,6 +164,7 @@ class RecomputedModule(ForwardWrapper):
         self._once = once
         self._idle = idle
         self._inner = inner
+        self._tiled = tiled
         self._lossy = inner is not None and inner.lossy
         self._region = f"{name} ({decision})"  # for messages
         self._decision = decision
@@ -177,10 +186,12 @@ class RecomputedModule(ForwardWrapper):
         self._steady: SteadyState | None = None  # and what the next one can share with it
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        entry = self._entry_of()
+        entry, region = self._entry_of(), current()
+        records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if records and region is not None and self._runs_inside(region, entry):
+            return self._inside(region, entry, forward, args, kwargs)
         if entry is None:
             return forward(*args, **kwargs)
-        records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not records or (pack := innermost_pack()) is None or _in_region(pack):  # None: in a loss that runs in tiles
             if not self._warned.doubled and in_checkpoint():
                 self._warned.tell_inside(self._region)
@@ -192,48 +203,122 @@ class RecomputedModule(ForwardWrapper):
             return forward(*args, **kwargs)
         if not cpu_threads.is_settled():  # its operators may get another number of threads half way
             return forward(*args, **kwargs)
+        hooks: Hooks = _top_saved_tensors_default_hooks(False)  # the store's, or hooks that were entered inside
         if self._decision.tiles is None:
-            return self._recomputed(entry, pack, forward, args, kwargs)
-        leaves, form = flatten(args, kwargs)
-        slices = Slices(leaves, self._decision.tiles, self._region)
-        run = runner(forward, leaves, form)
-        if len(slices.parts) > 1:
-            kinds = slices.check(run, self._checked, self._module.training)
-            if is_sum(kinds):
-                return slices.add(run, kinds)
+            return self._recomputed(entry, hooks, forward, args, kwargs)[0]
+        slices, run, form = self._slices(forward, args, kwargs)
+        if is_sum(kinds := self._check(slices, run)):
+            return slices.add(run, kinds)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             return run(flatten(args, kwargs)[0])
 
-        return slices.join([self._recomputed(entry, pack, again, *unflatten(part, form)) for part in slices.parts])
+        parts = (unflatten(part, form) for part in slices.parts)
+        return slices.join([self._recomputed(entry, hooks, again, *part)[0] for part in parts])
 
-    def _recomputed(
+    def _slices(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Slices, Run, Form]:
+        """Return the slices of the arguments of a call, what runs the forward on one, and the form of the arguments."""
+        leaves, form = flatten(args, kwargs)
+        return Slices(leaves, self._decision.tiles or 1, self._region), runner(forward, leaves, form), form
+
+    def _check(self, slices: Slices, run: Run) -> list[Dims]:
+        """Check that the module treats each token by itself, where there are several slices."""
+        return slices.check(run, self._checked, self._module.training) if len(slices.parts) > 1 else []
+
+    def _runs_inside(self, region: RegionRun, entry: Entered | None) -> bool:
+        """Return whether this module is to run in tiles in a run of a region around it."""
+        if self._decision.tiles is None or region.hook is not innermost_pack():
+            return False
+        if isinstance(region, FirstRun):
+            return entry is not None and entry.scope is region.scope
+        return region in self.users  # the store may have been left
+
+    def _inside(
         self,
-        entry: Entered,
-        pack: Any,
+        region: RegionRun,
+        entry: Entered | None,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call of the region."""
+        """Run in tiles inside a region, which saves the inputs of all slices before the first one runs.
+
+        So the region's later runs end there, where backward needs nothing after this module.
+
+        Raises
+        ------
+        StateError : as for `Slices.check`; or the module returns sums over tokens
+        """
+        slices, run, _ = self._slices(forward, args, kwargs)
+        call: TiledCall = region.next(self) if isinstance(region, LaterRun) else TiledCall(self)
+        if isinstance(region, FirstRun):
+            with region.paused():
+                if is_sum(self._check(slices, run)):
+                    raise StateError(
+                        f"{self._region} returns sums over tokens inside the recomputed region {region.parts.region}: "
+                        "the gradients of a loss in tiles are computed in forward, and a region runs that twice. Leave "
+                        f"one of the two rules out, or write '{self.name} : keep' to run the loss once.",
+                        module=self.name,
+                    )
+        pack, unpack = _top_saved_tensors_default_hooks(False)
+        packed = [{id(leaf): pack(leaf) for leaf in part if isinstance(leaf, Tensor)} for part in slices.parts]
+        if isinstance(region.mode, Repeating):
+            region.mode.skip(0)  # which ends the run if backward needs nothing more
+        with region.paused():
+            if isinstance(region, LaterRun):
+                outputs = [call.again(run, number, part) for number, part in enumerate(slices.parts)]
+            else:
+                assert entry is not None
+                repeats = region.mode is not None and not region.mode.routing
+                outputs = []
+                for part, handles in zip(slices.parts, packed, strict=True):
+                    hooks = (lambda leaf, handles=handles: handles[id(leaf)]), unpack
+                    output, decisions = self._recomputed(entry, hooks, run, (part,), {}, repeats=repeats)
+                    outputs.append(output)
+                    call.decisions.append(decisions)
+                region.parts.calls.append(call)
+        return slices.join(outputs)
+
+    def _recomputed(
+        self,
+        entry: Entered,
+        outside: Hooks,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        repeats: bool = False,
+    ) -> tuple[Any, Decisions | None]:
+        """Run a call of the region, whose inputs wait by the hooks around it.
+
+        Parameters
+        ----------
+        repeats : whether the inputs are inexact when it runs again, and the decisions of the first run are repeated
+
+        Returns
+        -------
+        tuple : the output, and the decisions that later runs repeat
+        """
         first = self._decision.first
         scope, calls = entry.scope, entry.calls
         if first is not None and calls.count(self) >= first:
-            return forward(*args, **kwargs)
+            return forward(*args, **kwargs), None
         tracker = scope.tracker
         depth, hidden = len(tracker.stack), tracker.hidden
         leaves, form = flatten(args, kwargs)
         if has_cache(leaves):
             args, kwargs = without_caches(self._module, self.name, self._region, args, kwargs, self._warned)
             leaves, form = flatten(args, kwargs)
-        call = self._take(scope, calls, forward, leaves, form)
+        call = self._take(scope, calls, outside, forward, leaves, form, repeats=repeats or self._repeats)
         call.given = args, kwargs
         hooks = FirstHooks(scope, call, self._diverged)
         begun: FirstRun | None = None
         if call.parts is not None:
             watches = self._watches and not (self._compiled or compiles())
             replays = call.chain is not None
-            begun = FirstRun(call.parts, scope, pack, lambda: hooks.packs, replays=replays, watches=watches)
+            begun = FirstRun(call.parts, scope, outside[0], lambda: hooks.packs, replays=replays, watches=watches)
         if call.chain is not None:
             tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             hooks.inputs = {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
@@ -260,7 +345,7 @@ class RecomputedModule(ForwardWrapper):
             calls.put_out(call, tree_leaves(output))
         if tracker.hidden != hidden:
             self._warned.tell_around(self._region)
-        return output
+        return output, call.decisions
 
     def _diverged(self, call: RegionCall, difference: RunDifference) -> StateError:
         """Return the error for a second run that has saved other tensors than the first."""
@@ -275,10 +360,18 @@ class RecomputedModule(ForwardWrapper):
         )
 
     def _take(
-        self, scope: Scope, calls: Calls, forward: Callable[..., Any], leaves: list[Any], form: Form
+        self,
+        scope: Scope,
+        calls: Calls,
+        outside: Hooks,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        form: Form,
+        *,
+        repeats: bool,
     ) -> RegionCall:
         """Return a call that begins. The store has its tensors, also those of keyword arguments and containers."""
-        pack, unpack = _top_saved_tensors_default_hooks(False)  # the store's hooks, or hooks that were entered inside
+        pack, unpack = outside
         tracker, place = scope.tracker, scope.tracker.frame.place
         steady = self._steady
         if steady is not None and steady.is_same():
@@ -321,13 +414,13 @@ class RecomputedModule(ForwardWrapper):
         finally:
             index = tracker.frame.index
             tracker.pop()
-        if self._repeats and (self._decision.decisions == "kept" or self._lossy or not call.comes_back_exactly):
+        if repeats and (self._decision.decisions == "kept" or self._lossy or not call.comes_back_exactly):
             call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
-        elif self._routes and not (self._repeats or self._compiled or compiles()):
+        elif self._routes and not (repeats or self._compiled or compiles()):
             call.decisions = Decisions(self._region, scope.ledger, call.account, routing=True)
         if self._inner is not None:  # its results are accounts beside those of the inputs
             tracker.frame.index = max(tracker.frame.index, index)
-        if self._once or self._inner is not None:
+        if self._once or self._tiled or self._inner is not None:
             call.parts = self._parts(call)
         return call
 
@@ -372,6 +465,42 @@ class RecomputedModule(ForwardWrapper):
                     chain.hold(carry)
             carries[i] = carry
         return carries
+
+
+class TiledCall:
+    """One call of a module that runs in tiles, in the first run of a region around it, and what later runs need.
+
+    Attributes
+    ----------
+    part : the module
+    decisions : of each slice that later runs repeat
+    effects : on attributes; none, as the module runs again
+    """
+
+    __slots__ = ("decisions", "effects", "part")
+
+    def __init__(self, part: RecomputedModule) -> None:
+        self.part = part
+        self.decisions: list[Decisions | None] = []
+        self.effects = Effects([], [], [])
+
+    def ended(self, packs: int, *, replays: bool) -> None:
+        """Note that the region has run."""
+
+    def drop_unread(self, reads: OutputReads) -> bool:
+        """Return False: nothing waits."""
+        return False
+
+    def again(self, run: Run, number: int, part: list[Any]) -> Any:
+        """Run a slice for its output alone, in a later run of the region. Backward runs it again for what it saves."""
+        decisions = self.decisions[number]
+        repeating = AS_IT_IS if decisions is None else Repeating(decisions, set()).around(whole=False)
+        with saved_tensors_hooks(_drop, _drop), repeating:
+            return run(part)
+
+
+def _drop(_: object) -> Any:
+    """Save nothing."""
 
 
 def _is_lazy(module: Module) -> bool:

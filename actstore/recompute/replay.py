@@ -174,8 +174,9 @@ class RegionCall:
         """Prepare a rerun, with `values` as its carries."""
         if self.parts is not None and not self.is_over:
             raise StateError(
-                f"a tensor that {self.region} has saved was read before its forward ended, and what does not run again "
-                "is not complete then. Read it after the forward, or leave the rules for parts, operators and tags out."
+                f"a tensor that {self.region} has saved was read before its forward ended. What runs once or in tiles "
+                "is not complete then. Read it after the forward, or leave the rules for parts, tiles, operators and "
+                "tags out."
             )
         leaves = self.rest.copy()
         kept: Booked = {}

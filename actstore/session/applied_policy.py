@@ -156,7 +156,7 @@ def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: Regi
         return []
     named = dict(named_modules(model))
     policy.check(named)
-    roots, parts = policy.regions(list(named), repeated_blocks(model) if policy.recomputes else [])
+    roots, parts, tiled = policy.regions(list(named), repeated_blocks(model) if policy.recomputes else [])
     if not roots and not parts:
         _require_regions(policy, [])
         return []
@@ -168,6 +168,10 @@ def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: Regi
     alike = Counter(roots.values())
     inner = {name: _inner_rules(name, named, policy, excepted) for name in roots}
     _require_regions(policy, [rules for rules in inner.values() if rules is not None])
+
+    def entry_of() -> StoreEntry | None:
+        return innermost_of(owner())
+
     return [
         *(ExceptedPart(name, part, policy.decide(name), once, warned) for name, part in excepted.items()),
         *(
@@ -175,15 +179,17 @@ def _wrap(policy: Policy, model: Module | None, owner: ref[object], warned: Regi
                 name,
                 named[name],
                 decision,
-                lambda: innermost_of(owner()),
+                entry_of,
                 warned,
                 alike[decision],
                 once,
                 _modules_of(part for inside, part in excepted.items() if name in [*ancestry(inside)][1:]),
                 inner[name],
+                any(name in [*ancestry(inside)][1:] for inside in tiled),
             )
             for name, decision in roots.items()
         ),
+        *(RecomputedModule(name, named[name], decision, entry_of, warned) for name, decision in tiled.items()),
     ]
 
 

@@ -42,11 +42,16 @@ CHANGED = "modified by an inplace operation"  # what autograd says of a saved te
 
 @st.composite
 def policies(
-    draw: st.DrawFn, model: nn.Module, stored: tuple[str, ...] = STORED, recomputed: tuple[str, ...] = RECOMPUTED
+    draw: st.DrawFn,
+    model: nn.Module,
+    stored: tuple[str, ...] = STORED,
+    recomputed: tuple[str, ...] = RECOMPUTED,
+    tiled: tuple[str, ...] = (),
 ) -> str:
     """One rule for a sequence of modules, or some for modules that the model has, the inner ones first.
 
-    A rule for a part of a recomputed module excepts it. Rules for operators and for a tag may come before all.
+    A rule for a part of a recomputed module excepts it, or runs it in tiles. Rules for operators and for a tag may come
+    before all.
     """
     modules = dict(model.named_modules())
     rules: list[tuple[str, tuple[str, ...]]] = []
@@ -57,8 +62,15 @@ def policies(
         names = draw(st.lists(st.sampled_from(list(modules)[1:]), min_size=1, max_size=3, unique=True))
         kinds = st.sampled_from([stored, recomputed])
         rules += [(name, draw(kinds)) for name in sorted(names, key=lambda name: -name.count("."))]
+    pairs = [(inner, around) for inner in modules for around in modules if around and inner.startswith(f"{around}.")]
+    if tiled and pairs:
+        inner, around = draw(st.sampled_from(pairs))
+        names = [name for name, _ in rules if not name.startswith((inner, f"{around}.*")) and name != around]
+        parts = [(name, stored) for name in names if name.startswith(f"{around}.")]
+        rest = [(name, stored) for name in names if not name.startswith(f"{around}.")]
+        rules = [(inner, tiled), *parts, (around, recomputed), *rest]
     for word in draw(st.lists(st.sampled_from(INNER), max_size=2, unique=True)):
-        rules.insert(0, (f"{draw(st.sampled_from(['*', *list(modules)[1:]]))}/{word}", stored))
+        rules.insert(bool(tiled and pairs), (f"{draw(st.sampled_from(['*', *list(modules)[1:]]))}/{word}", stored))
     rules.append(("*", stored))
     return "; ".join(f"{pattern} : {draw(st.sampled_from(decisions))}" for pattern, decisions in rules)
 

@@ -3,7 +3,8 @@
 ``python -m tests.autograd.test_random_models --examples N`` draws N others, by seeds that it prints. With `--lossy` the
 policies are lossy: forward is that of plain training, and all that training leaves is finite where plain training's is
 small, and the same whenever transfers end. With `--tiles` a module, or the model and its loss, runs on slices of its
-tokens: all that training leaves is that of plain training but for rounding, or the model is refused by name.
+tokens, some of these modules inside of recomputed ones: all that training leaves is that of plain training but for
+rounding, or the model is refused by name.
 """
 
 from __future__ import annotations
@@ -134,26 +135,39 @@ def check_tiled(forest: list[Tree], data: st.DataObject, options: dict[str, Any]
     job |= {"dtype": torch.float64, "autocast": False, "tokens": 20}
     wanted, refused = plain(forest, **job)
     model = build(forest, job["dtype"], job["device"])
-    tiles = data.draw(st.sampled_from([None, 2]))
-    policy = data.draw(policies(model, STORED, TILED if tiles is None else RECOMPUTED))
+    tiles, inside = data.draw(st.sampled_from([(None, False), (None, True), (2, False)]))
+    if inside:
+        policy = data.draw(policies(model, STORED, RECOMPUTED, TILED[:1]))
+    else:
+        policy = data.draw(policies(model, STORED, TILED if tiles is None else RECOMPUTED))
     if tiles is None and "tiles" not in policy:
         reject()
+    refused = refused or may_refuse(forest, policy)
     with closing(store_for(model, policy, options)) as store, gc_off():
-        try:
-            found = train_unless_refused(
-                model, store, refused=refused or may_refuse(forest, policy), tiles=tiles, **job
-            )
-        except StateError as error:
-            if NO_TILES not in str(error):
-                raise
-            counts["refused: " + (OPERATOR.findall(str(error)) or ["no operator"])[0]] += 1
-            return
+        found = train_unless_mixed(model, store, refused=refused, tiles=tiles, **job)
         if found is None:
             return
-        if wanted is not None:
+        if wanted is not None and is_below(wanted, EXPLODING):
             check_near(found, wanted)
         check_drained(store)
-    counts["no reference" if wanted is None else "near"] += 1
+    if inside:  # the region changes nothing
+        model = build(forest, job["dtype"], job["device"])
+        with closing(store_for(model, policy.partition(";")[0], options)) as store, gc_off():
+            alone = train_unless_mixed(model, store, refused=refused, **job)
+            if alone is not None:
+                check_same(found, alone)
+    counts["no reference" if wanted is None else "near, inside of regions" if inside else "near"] += 1
+
+
+def train_unless_mixed(model: torch.nn.Module, store: ActivationStore, **job: Any) -> list[Any] | None:
+    """What training leaves; None where the store refuses it, in most cases because a module mixes tokens."""
+    try:
+        return train_unless_refused(model, store, **job)
+    except StateError as error:
+        if NO_TILES not in str(error):
+            raise
+        counts["refused: " + (OPERATOR.findall(str(error)) or ["no operator"])[0]] += 1
+        return None
 
 
 def check_near(found: list[Any], wanted: list[Any]) -> None:
