@@ -414,15 +414,20 @@ class RecomputedModule(ForwardWrapper):
         finally:
             index = tracker.frame.index
             tracker.pop()
-        if repeats and (self._decision.decisions == "kept" or self._lossy or not call.comes_back_exactly):
-            call.decisions = Decisions(self._region, scope.ledger, call.account, self._compiled)
-        elif self._routes and not (repeats or self._compiled or compiles()):
-            call.decisions = Decisions(self._region, scope.ledger, call.account, routing=True)
+        call.decisions = self._decisions(scope, call, repeats=repeats)
         if self._inner is not None:  # its results are accounts beside those of the inputs
             tracker.frame.index = max(tracker.frame.index, index)
         if self._once or self._tiled or self._inner is not None:
             call.parts = self._parts(call)
         return call
+
+    def _decisions(self, scope: Scope, call: RegionCall, *, repeats: bool) -> Decisions | None:
+        """Return what keeps the decisions of a call that begins; None where later runs decide for themselves."""
+        if repeats and (self._decision.decisions == "kept" or self._lossy or not call.comes_back_exactly):
+            return Decisions(self._region, scope.ledger, call.account, self._compiled)
+        if self._routes and not (repeats or self._compiled or compiles()):
+            return Decisions(self._region, scope.ledger, call.account, routing=True)
+        return None
 
     def _parts(self, call: RegionCall) -> RegionParts:
         """Return the calls of excepted parts in a call that begins: none so far."""
