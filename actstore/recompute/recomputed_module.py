@@ -231,9 +231,7 @@ class RecomputedModule(ForwardWrapper):
         """Return whether this module is to run in tiles in a run of a region around it."""
         if self._decision.tiles is None or region.hook is not innermost_pack():
             return False
-        if isinstance(region, FirstRun):
-            return entry is not None and entry.scope is region.scope
-        return region in self.users  # the store may have been left
+        return entry is not None if isinstance(region, FirstRun) else region in self.users  # the store may be left
 
     def _inside(
         self,

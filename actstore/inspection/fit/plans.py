@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from actstore.errors import ConfigError
+from actstore.base.units import format_nbytes
+from actstore.errors import CapacityError, ConfigError
 from actstore.inspection.fit.result import FitRow
 from actstore.inspection.fit.steps import DrySteps
 from actstore.plan.build import chain_of, limits_of
@@ -42,7 +43,7 @@ class Planned:
         """
         plans = _Plans(steps, self._text)
         if self._auto is not None:
-            return plans.row(replan(plans.profile, self._auto))
+            return plans.row(plans.within(self._auto))
         assert self._limit is not None
         frugal = plans.frugal()
         best = frugal if frugal.most_bytes > self._limit else plans.largest(frugal, self._limit)
@@ -56,9 +57,7 @@ class Planned:
         CapacityError : no plan keeps the budget that the text has
         """
         plans = _Plans(steps, self._text)
-        return (
-            plans.frugal(quick=True) if self._auto is None else plans.row(replan(plans.profile, self._auto), quick=True)
-        )
+        return plans.frugal(quick=True) if self._auto is None else plans.row(plans.within(self._auto), quick=True)
 
 
 class _Plans:
@@ -68,6 +67,22 @@ class _Plans:
         self._steps = steps
         self._text = text
         self.profile = steps.profile()
+
+    def within(self, auto: Auto) -> Plan:
+        """Return the plan for a budget.
+
+        Raises
+        ------
+        CapacityError : no plan keeps it; the error names the policy in tiles that needs least, and its peak
+        """
+        try:
+            return replan(self.profile, auto)
+        except CapacityError as error:
+            tiled = min(self._steps.tiled(), key=lambda row: row.peak_bytes, default=None)
+            if tiled is None or "tiles" not in tiled.policy:
+                raise
+            why = f"{error} In tiles a whole step needs {format_nbytes(tiled.peak_bytes)}: {tiled.policy!r}."
+            raise CapacityError(why, **error.facts) from None
 
     def row(self, plan: Plan, *, quick: bool = False) -> FitRow:
         run = self._steps.quick_row if quick else self._steps.row

@@ -150,7 +150,7 @@ class _Measured:
 
 PLAIN = "plain"
 LOSS_TILES = 16
-TILED = "@blocks : recompute", "@attention : recompute; @norm : recompute; @mlp : recompute(tiles=8)"
+TILED = "@blocks : recompute", "@mlp : recompute(tiles=8); @blocks : recompute"
 AWAY = "@blocks : recompute(raw @ host)"  # of a GPU, whose memory it leaves
 WARMUP_STEPS = 2  # before the step that counts: the optimizer makes its state, the store learns the order of backward
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
