@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actstore.plan.decisions import KEEP, by_part, excepted_part, recomputed_calls, recomputes, recomputes_all
-from actstore.plan.profile import UnitFigures
+from actstore.plan.profile import SharedBytes, UnitFigures
 from actstore.plan.solver.chain import LayerOption, needed
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class Forecast:
     ----------
     figures : of each unit, by decision
     results : bytes of the results of units and their parts, by name: "" of all, and of classes of operators: "matmul"
+    shared : bytes that several units save
     in_order : whether backward runs the units in reversed order, and each of them in every step
     """
 
@@ -30,12 +31,14 @@ class Forecast:
         figures: Mapping[str, Mapping[str, UnitFigures]],
         calls: UnitCalls,
         results: Mapping[str, Mapping[str, int]],
+        shared: Sequence[SharedBytes] = (),
         *,
         in_order: bool,
     ) -> None:
         self.figures = figures
         self._calls = calls
         self._results = results
+        self._shared = shared
         self._in_order = in_order
 
     def saved(self, name: str) -> float:
@@ -44,7 +47,12 @@ class Forecast:
 
     def peak(self, decisions: Mapping[str, str]) -> float:
         """Return the predicted peak of a step under decisions by unit, in the order of forward."""
-        return self._most({name: self._bytes(name, decision) for name, decision in decisions.items()})
+        found = {name: self._bytes(name, decision) for name, decision in decisions.items()}
+        for each in self._shared:
+            if (unit := each.spilled(decisions)) in found:
+                held, above = found[unit]
+                found[unit] = held + each.nbytes, above
+        return self._most(found)
 
     def lowest(self, untried: Mapping[str, int]) -> float:
         """Return a peak that units can hardly get below by finer recomputation, untried so far.

@@ -22,8 +22,9 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, ConfigError
 from actstore.model.units import digest_of
 from actstore.plan.build import chain_of, limits_of
+from actstore.plan.fields import read_as
 from actstore.plan.plan import Plan
-from actstore.plan.profile import Profile, UnitBytes, UnitFigures
+from actstore.plan.profile import Profile, SharedBytes, UnitBytes, UnitFigures
 from actstore.plan.solver.chain import LayerChain, Limits, Links
 from actstore.plan.values import Grants
 from actstore.store.tierset import TierSet
@@ -287,7 +288,8 @@ class GroupPlanner(Planner):
 def sample_of(values: dict[str, Any]) -> Sample:
     """Build a sample from its `asdict`."""
     figures = {unit: [_figures_of(each) for each in of_unit] for unit, of_unit in values["figures"].items()}
-    return Sample(**{**values, "figures": figures})
+    shared = [read_as(SharedBytes, each) for each in values["shared"]]
+    return Sample(**{**values, "figures": figures, "shared": shared})
 
 
 def _figures_of(values: dict[str, Any]) -> UnitFigures:

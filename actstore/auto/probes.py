@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from math import inf
 from statistics import median
@@ -29,7 +29,7 @@ from actstore.model.units import Shape, digest_of
 from actstore.plan.build import MIN_PART_SHARE
 from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute, offloads
 from actstore.plan.fields import read_as
-from actstore.plan.profile import Memory, Profile, Unit, UnitFigures, medians
+from actstore.plan.profile import Memory, Profile, SharedBytes, Unit, UnitFigures, medians
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.values import Grants
@@ -216,6 +216,10 @@ class Probes:
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
         self._peaks: list[tuple[dict[str, str], int, float]] = []  # of steps, with their decisions and saved bytes
+        self._shared: list[SharedBytes] = []  # of the first step
+        self._shared_in = 0  # bytes that step has saved
+        self._within: dict[str, dict[tuple[str, ...], int]] = {}  # by kind: bytes that several parts of a unit save
+        self._holds: dict[str, dict[str, bool]] = {}  # see `_holding`
         self._noise: dict[str, dict[str, float]] = {}  # by unit and child: see `Unit.noise`
         self._proposed: dict[str, str] = {}  # of the step that runs
         self._links: Links | None = None if before is None else before._links
@@ -266,6 +270,8 @@ class Probes:
             "turns": self._calls.turns,
             "rest": self._rest,
             "links": None if self._links is None else asdict(self._links),
+            "shared": [[asdict(each) for each in self._shared], self._shared_in, self._holds],
+            "within": {kind: [[*each] for each in of_kind.items()] for kind, of_kind in self._within.items()},
             "modules": [sorted(names) for names in (self._profiler.writers, parts.seen, parts.bound)],
         }
 
@@ -280,6 +286,10 @@ class Probes:
         calls, self._kinds, ran, self._noise = state["tables"]
         self._calls = self._tries.calls = UnitCalls(calls, state.get("turns", {}))
         self._ran = Counter(ran)
+        shared, self._shared_in, self._holds = state.get("shared", ([], 0, {}))
+        self._shared = [read_as(SharedBytes, each) for each in shared]
+        within = state.get("within", {}).items()
+        self._within = {kind: {tuple(parts): nbytes for parts, nbytes in of_kind} for kind, of_kind in within}
         self._links = None if state["links"] is None else Links(**state["links"])
         parts = self._profiler.separability
         for names, found in zip((self._profiler.writers, parts.seen, parts.bound), state["modules"], strict=True):
@@ -296,6 +306,7 @@ class Probes:
             if name not in self._kinds:
                 self._kinds[name] = self._kind(name, figures[0].total("saved"))
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
+        self._share(sample, first=first)
         if not first:  # the first step includes all one-time work
             self._rest.append(sample.rest)
         if peak and all(len(figures) == 1 for figures in sample.figures.values()):
@@ -414,7 +425,43 @@ class Probes:
         blocks = (name for name, shape in self._tries.shapes.items() if shape.recomputable)
         always = all(self._ran[name] == self.steps for name in (*self._kinds, *blocks))
         of_units = {name: figures[kind] for name, kind in self._kinds.items()}
-        return Forecast(of_units, self._calls, self._profiler.separability.results, in_order=always)
+        return Forecast(of_units, self._calls, self._profiler.separability.results, self.shared(), in_order=always)
+
+    def _share(self, sample: Sample, *, first: bool) -> None:
+        """Add which units of a step have held bytes that several save. The first step, which recomputes, shows all."""
+        if first:
+            self._shared, self._shared_in = [each for each in sample.shared if len(each.units) > 1], sample.saved
+        for each in sample.shared:
+            if len(each.units) == 1:  # parts of one unit, which a step shows that does not recompute it
+                of_kind = self._within.setdefault(self._kinds[each.units[0]], {})
+                of_kind[each.parts[0]] = max(of_kind.get(each.parts[0], 0), each.nbytes)
+            for number, decisions in enumerate(each.holds):
+                known = self._holding(each, number)
+                for decision, held in decisions.items():
+                    before = known.get(decision, held)
+                    known[decision] = (before or held) if number else (before and held)  # the larger sum
+
+    def _holding(self, each: SharedBytes, number: int) -> dict[str, bool]:
+        """Return by decision whether a unit holds the bytes: units of a kind do alike with what the same parts save."""
+        key = f"{self._kinds[each.units[number]]} {number > 0} {','.join(each.parts[number])}"
+        return self._holds.setdefault(key, {})
+
+    def shared(self) -> list[SharedBytes]:
+        """Return the bytes that several units save, for the largest step."""
+        scale = self.scale(self._shared_in)
+        within = [
+            SharedBytes((name,), (parts,), (False,), int(scale * nbytes))
+            for name, kind in self._kinds.items()
+            for parts, nbytes in self._within.get(kind, {}).items()
+        ]
+        return within + [
+            replace(
+                each,
+                nbytes=int(scale * each.nbytes),
+                holds=tuple(self._holding(each, number) for number in range(len(each.units))),
+            )
+            for each in self._shared
+        ]
 
     def figures(self) -> FiguresByKind:
         """Return the medians of all measurements, by kind and decision."""
@@ -461,6 +508,7 @@ class Probes:
             " ".join(dict.fromkeys((self._was, digest_of(self._model)))),
             machine_of(device),
             self.steps,
+            tuple(self.shared()),
         )
 
     # -----------------------------------------------------------------------------------------------------------------

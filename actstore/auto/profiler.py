@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, isfinite
 from statistics import median
@@ -30,7 +31,7 @@ from actstore.codecs.base import Bound, Codec
 from actstore.devices import Device
 from actstore.model.units import original, shapes_of
 from actstore.plan.decisions import KEEP, RECOMPUTE, recomputed_calls
-from actstore.plan.profile import UnitBytes, UnitFigures
+from actstore.plan.profile import SharedBytes, UnitBytes, UnitFigures
 from actstore.policy import Offload
 
 BACKWARD_END = "the end of backward"
@@ -230,6 +231,7 @@ class Profiler:
         self._ledger = ledger
         self._hooks: list[Any] = []
         self._step: Moments | None = None
+        self._rows: list[tuple[int, list[tuple[str, bool]], str | None]] = []
         self.look()
 
     def look(self) -> None:
@@ -309,6 +311,10 @@ class Profiler:
         """Note that a recompute begins, and return the function to call at its end."""
         return _nothing if self._step is None else self._step.work(account, BACKWARD)
 
+    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
+        """Take the storages that several modules save, as `Storages.shared` yields them, at the end of forward."""
+        self._rows = list(rows)
+
     def finish(self) -> Sample | None:
         """Return the figures of the last step; None where it was canceled or ran no unit of the model."""
         step, self._step = self._step, None
@@ -317,7 +323,9 @@ class Profiler:
             return None
         step.note("end", "")
         forward = step.forward()
-        units = [name for name in forward if self._unit_of[name] == name]
+        ran = dict.fromkeys(map(self._unit_of.__getitem__, forward))
+        uncalled = dict.fromkeys(self.find(each.site.name)[0] for each in self._ledger.accounts() if each.saved)
+        units = [name for name in {**dict.fromkeys(uncalled.keys() - ran), **ran} if name]  # first, where no hook ran
         if not units and not step.turned:
             return None
         backward = step.backward()
@@ -328,7 +336,9 @@ class Profiler:
             of_most = max(turns, key=lambda name: (max(turns[name]), calls[name]))
             turns |= calls_at_turns({"": turns[of_most][0]}, {"": calls[of_most]}, held)
             calls[""] = calls[of_most]
+        rows, self._rows = self._rows, []
         parts, transient = self._bytes({name: held[name].index(max(held[name])) for name in turns if name in held})
+        shared = [] if turns else self._sharing(rows, [*units, ""], step.decisions, parts)
         errors, work = self._errors(step), self._work(step)
         figures: dict[str, list[UnitFigures]] = {}
         for name in [*units, ""]:
@@ -343,12 +353,11 @@ class Profiler:
                 work.get((name, FORWARD), 0.0),
                 work.get((name, BACKWARD), 0.0),
             )
-            figures[name] = (
-                _split(whole, forward[name], backward.get(name, {})) if len(inner) == 1 and name else [whole]
-            )
+            alone = len(inner) == 1 and name
+            figures[name] = _split(whole, forward[name], backward.get(name, {})) if alone else [whole]
         busy = sum(sum(forward.get(name, [])) for name in units)
         busy += sum(ms for calls in backward.values() for ms in calls.values())
-        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, turns)
+        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, turns, shared)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -394,6 +403,47 @@ class Profiler:
             transient[unit] = max(transient.get(unit, 0), above)
         return parts, transient
 
+    def _sharing(
+        self,
+        rows: list[tuple[int, list[tuple[str, bool]], str | None]],
+        order: list[str],
+        decisions: Mapping[str, str],
+        parts: dict[str, dict[str, UnitBytes]],
+    ) -> list[SharedBytes]:
+        """Return the bytes that several units save. In `parts` they move to the first unit, or go where it has none."""
+        merged: dict[tuple[Any, ...], SharedBytes] = {}
+        for nbytes, savers, holder in rows:
+            found = [(*self.find(name), is_input) for name, is_input in savers]
+            units = [unit for unit in order if any(unit == name for name, _, _ in found)]
+            if len(units) == 1:
+                within = tuple(sorted({part for _, part, is_input in found if not is_input}))
+                if len(within) > 1:
+                    nbytes += merged[units[0], within].nbytes if (units[0], within) in merged else 0
+                    merged[units[0], within] = SharedBytes((units[0],), (within,), (False,), nbytes)
+            if len(units) < 2:
+                continue
+            inner = tuple(
+                tuple(dict.fromkeys(part for name, part, is_input in found if name == unit and not is_input))
+                for unit in units
+            )
+            inputs = tuple(any(name == unit and is_input for name, _, is_input in found) for unit in units)
+            counted = next(((unit, part) for unit, part, is_input in found if not is_input), None)
+            owner = next(((unit, names[0]) for unit, names in zip(units, inner, strict=True) if names), None)
+            if counted is not None and owner is not None:
+                _move(parts, nbytes, "saved", counted, owner)
+            number = last = len(units)
+            if holder is not None and (at := self.find(holder))[0] in units:
+                last = units.index(at[0])
+                kept = (i for i in range(last) if inner[i] and decisions.get(units[i], KEEP) == KEEP)
+                number = next(kept, last)  # it kept them, too, if not first
+                if last:
+                    _move(parts, nbytes, "held", at, (units[0], inner[0][0]) if not number else None)
+            holds = [{decisions.get(unit, KEEP): i == number} if i <= number else {} for i, unit in enumerate(units)]
+            each = SharedBytes(tuple(units), inner, inputs, nbytes, tuple(holds))
+            key = each.units, inner, inputs
+            merged[key] = each.plus(merged[key]) if key in merged else each
+        return list(merged.values())
+
     def _work(self, step: Moments) -> dict[tuple[str, str], float]:
         """Return the milliseconds of encode, decode and recompute, by unit and direction."""
         sums: dict[tuple[str, str], float] = {}
@@ -408,6 +458,16 @@ class Profiler:
             totals.setdefault(self.find(account.site.name)[0], Total()).add(row.tolist())
         squares = {unit: 1.0 if total.lost else total.relative**2 for unit, total in totals.items()}
         return {unit: square if isfinite(square) else 1.0 for unit, square in squares.items()}
+
+
+def _move(
+    parts: dict[str, dict[str, UnitBytes]], nbytes: int, what: str, source: tuple[str, str], to: tuple[str, str] | None
+) -> None:
+    """Move bytes "saved" or "held" from a part of a unit to another; to none, they go."""
+    for sign, at in ((-1, source), (1, to)):
+        if at is not None and source != to:
+            old = parts.setdefault(at[0], {}).get(at[1], UnitBytes())
+            parts[at[0]][at[1]] = replace(old, **{what: max(0, getattr(old, what) + sign * nbytes)})
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actstore.plan.profile import UnitBytes, UnitFigures
+from actstore.plan.profile import SharedBytes, UnitBytes, UnitFigures
 from actstore.plan.solver.chain import most_at_once
 
 MAX_TURNS = 4  # that a plan considers one by one
@@ -28,6 +28,7 @@ class Sample:
     total : milliseconds from the entry of this step to that of the next
     rest : the milliseconds of `total` outside of all units
     backward : whether backward ran
+    shared : bytes that several units save; `holds` has the decisions of this step
     """
 
     figures: dict[str, list[UnitFigures]]
@@ -36,6 +37,7 @@ class Sample:
     rest: float
     backward: bool
     turns: dict[str, list[int]] = field(default_factory=dict)
+    shared: list[SharedBytes] = field(default_factory=list)
 
     @property
     def saved(self) -> int:

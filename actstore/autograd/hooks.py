@@ -405,6 +405,11 @@ class Scope:
         self._sharing.begin()
         turns.append(self)
 
+    def note_savers(self) -> None:
+        """Note who saves each storage from now on, where the step is measured."""
+        if self.gauge is not None and self.gauge.measures:
+            self.storages.savers = {}
+
     def close(self, *, failed: bool) -> None:
         """Record the open frames, and forget every storage. After a `failed` forward, nothing more is encoded."""
         try:
@@ -413,6 +418,8 @@ class Scope:
         finally:
             self._store.end(self._forward)
             self.tracker.end()
+            if self.gauge is not None and self.storages.savers is not None:
+                self.gauge.share(self.storages.shared())
             for handle, nbytes in self.storages.alive():
                 handle.account.alive += nbytes
             self._store.remember(weak for stored in self.storages.stored.values() for weak in stored)

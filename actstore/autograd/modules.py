@@ -80,6 +80,8 @@ def before_call(module: Module, _: Any) -> None:
             original: Any = module._modules["_orig_mod"]
             place = tracker.places.get(original)
         if place is not None:
+            if place.others:
+                place = place.others.get(tracker.frame.place.name, place)
             if not place.name:  # the model itself starts: frames that an interrupt left on the stack are over
                 tracker.unwind()
                 place.has_run = True

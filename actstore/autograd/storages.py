@@ -17,6 +17,7 @@ from actstore.base.reaper import Finalizer
 from actstore.base.storage import expired, free_weak, hold_weak, revive, storages_of
 
 _MIN_PRUNE_COUNT = 1024  # storages
+Saver = tuple[str, bool]
 
 
 class Storages:
@@ -34,12 +35,14 @@ class Storages:
     kept_parts : byte ranges that handles keep of a storage, where they do not keep all of it
     stored : the handles whose payloads have bytes of a storage; never an empty list
     tags : names that users gave
+    savers : where a step is measured, the bytes of each storage, and who saves it, in order: the name of the module,
+        and whether it is an input of a region there
     prune_count : number of met storages that makes `prune` worth its time
     """
 
     __slots__ = (
         "_before", "_held", "_last", "computed", "counted", "kept", "kept_parts", "met", "parameters", "parts",
-        "prune_count", "small", "stored", "tags",
+        "prune_count", "savers", "small", "stored", "tags",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,6 +56,7 @@ class Storages:
         self.kept_parts: dict[int, list[tuple[int, int]]] = {}
         self.stored: dict[int, list[ref[Any]]] = {}
         self.tags: dict[int, str] = {}
+        self.savers: dict[int, tuple[int, list[Saver]]] | None = None
         self.prune_count = _MIN_PRUNE_COUNT
         self._held: list[int] = []
         self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # reads the list when it runs
@@ -101,6 +105,18 @@ class Storages:
         known = small.keys() & self.counted
         self.counted.update(small)
         return sum(small.values()) - sum(map(small.__getitem__, known)), len(small) - len(known)
+
+    def note_saver(self, key: int, nbytes: int, name: str, *, is_input: bool = False) -> None:
+        """Note who saves a storage, where a step is measured."""
+        if self.savers is not None:
+            self.savers.setdefault(key, (nbytes, []))[1].append((name, is_input))
+
+    def shared(self) -> Iterator[tuple[int, list[Saver], str | None]]:
+        """Yield the bytes of each storage that several modules save, these, and the one whose handle keeps it."""
+        for key, (nbytes, savers) in (self.savers or {}).items():
+            if len({name for name, _ in savers}) > 1:
+                frame, kept = self.small[key]() if key in self.small else None, self.first_kept(key)
+                yield nbytes, savers, frame.place.name if frame else kept.account.site.name if kept else None
 
     def uncount(self, key: int, saved: int) -> None:
         """Undo a count of `saved` bytes, because the handle that keeps the storage counts it."""
@@ -155,7 +171,7 @@ class Storages:
 
     def is_kept(self, key: int) -> bool:
         """Return whether a handle keeps the storage on its device, where a payload would only add bytes."""
-        return self.first_kept(key) is not None
+        return self.first_kept(key) is not None or (key in self.small and self.small[key]() is not None)
 
     def is_new(self, key: int) -> bool:
         """Return whether no handle has the storage or a payload of it."""
@@ -175,7 +191,7 @@ class Storages:
         ----------
         running : small storages of the calls that have not ended, which count when these end
         """
-        gone = {key for key in self.met if expired(key)}.difference(*running)
+        gone = {key for key in self.met if expired(key)}.difference(*running, self.savers or ())
         for known in (self.met, self.counted, self.parameters, self.computed):
             known -= gone
         handles = [weak for key in gone for weak in self.stored.pop(key, ())]

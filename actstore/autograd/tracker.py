@@ -73,9 +73,16 @@ def target_of(decision: Decision) -> Target | Deriving | None:
 
 
 class ModuleSites:
-    """Record of one module name: its accounts in the order of its saves, and their target."""
+    """Record of one module name: its accounts in the order of its saves, and their target.
 
-    __slots__ = ("_small", "accounts", "has_run", "hidden", "keep_below", "ledger", "name", "target", "watched")
+    Attributes
+    ----------
+    others : the records of the module's other names, by the name of the module that calls it: blocks may share one
+    """
+
+    __slots__ = (
+        "_small", "accounts", "has_run", "hidden", "keep_below", "ledger", "name", "others", "target", "watched",
+    )  # fmt: skip
 
     def __init__(
         self, name: str, ledger: Ledger, decision: Decision | None, keep_below: int, *, watched: bool = False
@@ -88,7 +95,12 @@ class ModuleSites:
         self.target: Target | Deriving | None = ASK if decision is None else target_of(decision)
         self.keep_below = keep_below  # bytes: smaller storages are kept, and accounted for in groups
         self.ledger = ledger
+        self.others: dict[str, ModuleSites] = {}
         self._small: Account | None = None
+
+    def rename(self, others: dict[str, ModuleSites]) -> None:
+        """Set the records of the module's other names."""
+        self.others = others
 
     def account(self, index: int, dtype: torch.dtype | None = None) -> Account:
         accounts = self.accounts
@@ -158,6 +170,9 @@ class Frame:
             return
         self.small = {}  # first: an interrupt may come in between, and this function then runs once more
         new = storages.meet_small(small)
+        if storages.savers is not None:
+            for key, nbytes in small.items():
+                storages.note_saver(key, nbytes, self.place.name)
         if not self.counted or self.last is not None:
             return
         others: list[Any] = []
@@ -219,6 +234,8 @@ class Tracker:
         storages, frame = self.storages, self.frame
         if len(storages.met) > storages.prune_count:
             self._prune()
+        if storages.savers is not None and part is None:
+            storages.note_saver(key, storage.nbytes(), frame.place.name, is_input=frame.inputs is not None)
         if frame.inputs is not None:
             storages.meet(key, storage)  # the input of a region: plain autograd need not save it
             return 0

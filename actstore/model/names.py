@@ -39,6 +39,21 @@ def named_modules(model: Module) -> list[tuple[str, Module]]:
     return [(name, module) for module, name in names.items()]
 
 
+def names_by_caller(named: list[tuple[str, Module]]) -> dict[Module, dict[str, str]]:
+    """Return the names of modules without children that several modules have, by the name of the one that has them.
+
+    Parameters
+    ----------
+    named : as `named_modules` returns
+    """
+    found: dict[Module, dict[str, str]] = {}
+    for name, module in named:
+        for last, child in module._modules.items():
+            if child is not None and not child._modules:
+                found.setdefault(child, {}).setdefault(name, f"{name}.{last}" if name else last)
+    return {child: names for child, names in found.items() if len(names) > 1}
+
+
 @cache
 def _wrapped_in(kind: type[Module]) -> tuple[str, ...]:
     """Return the attributes of a wrapper that its model's names leave out: those of DDP, DeepSpeed, Fabric, PEFT."""

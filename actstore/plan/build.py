@@ -10,7 +10,7 @@ from math import inf, isfinite
 from actstore.plan.decisions import DERIVE, KEEP, by_part, excepted_part, recomputes, rules_of
 from actstore.plan.profile import Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.recurrent import recurrent_options
-from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, SharedLayers
 
 MAX_PARTS = 4  # parts of a unit with decisions of their own: those that save most
 MIN_PART_SHARE = 0.08  # of the unit's saved bytes: a part that saves less gets no decision of its own
@@ -36,7 +36,21 @@ def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
         for figures in [profile.figures[unit.kind]]
         for keep in [kept(figures, unit.share)]
     )
-    return LayerChain(layers, profile.links, profile.rest)
+    at = {layer.name: i for i, layer in enumerate(layers)}
+    shared = tuple(
+        SharedLayers(
+            each.nbytes,
+            indices,
+            tuple(
+                tuple(each.keeps(number, option.decision) for option in layers[index].options)
+                for number, index in enumerate(indices)
+            ),
+        )
+        for each in profile.shared
+        if len(each.units) > 1
+        for indices in [tuple(at[unit] for unit in each.units)]
+    )
+    return LayerChain(layers, profile.links, profile.rest, shared)
 
 
 def kept(figures: dict[str, UnitFigures], share: float = 1.0) -> UnitFigures:
@@ -109,6 +123,7 @@ def _options(
                 if change.error < inf:
                     of_parts.setdefault(name, []).append(change)
     names = [name for name in _large_parts(unit, keep) if name in of_parts]
+    within = [each for each in profile.shared if each.units == (unit.name,)]
     for changes in product(*([None, *of_parts[name]] for name in names)):
         chosen = {name: change for name, change in zip(names, changes, strict=True) if change is not None}
         if chosen:
@@ -118,6 +133,8 @@ def _options(
             total = _Change(unit, text, keep, keep, None)
             for change in chosen.values():
                 total = total.plus(change)
+            apart = {name for name, change in chosen.items() if change.estimated}
+            total.held += sum(each.nbytes for each in within if each.divided(apart))
             yield total.option(unit, keep, profile)
 
 
@@ -132,6 +149,7 @@ class _Change:
 
     def __init__(self, unit: Unit, decision: str, f: UnitFigures, keep: UnitFigures, part: str | None) -> None:
         self.decision = decision
+        self.estimated = part is not None
         self.transient = f.transient  # bytes beside the held ones in backward,
         works_in_forward = decision != DERIVE and not recomputes(decision)
         self.staged = f.transient if works_in_forward else 0  # and in forward, for decisions that work there
@@ -143,7 +161,7 @@ class _Change:
         else:
             before, after = keep.parts.get(part, UnitBytes()), f.parts.get(part, UnitBytes())
             share = before.saved / max(1, keep.total("saved"))
-            self.held = after.held - before.held
+            self.held = after.held - before.held + max(0, before.saved - after.saved)  # these count elsewhere then
             self.host, self.disk = after.host, after.disk
             self.error = noise_of(unit, part, f)
             self.forward, self.backward = self.forward * share, self.backward * share

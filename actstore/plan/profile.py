@@ -6,7 +6,7 @@ Times in milliseconds, sizes in bytes, rates in bytes per millisecond.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from math import inf
@@ -16,7 +16,7 @@ from typing import Any
 
 from actstore.base.units import format_nbytes
 from actstore.errors import ConfigError, PayloadError
-from actstore.plan.decisions import encodes_for_derive
+from actstore.plan.decisions import KEEP, encodes_for_derive, recomputes, recomputes_all
 from actstore.plan.fields import read_as
 from actstore.plan.solver.chain import Links, most_at_once
 
@@ -123,6 +123,54 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class SharedBytes:
+    """Bytes that several units, or parts of one unit, save or take as an input. The first that keeps them holds them.
+
+    Attributes
+    ----------
+    units : names, in the order of forward
+    parts : of each unit, its children that save them, "" for the unit itself; none where they are an input alone
+    inputs : of each unit, whether it holds them as its input where it runs again
+    holds : of each unit, whether it has held them under decisions that were measured
+    """
+
+    units: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
+    inputs: tuple[bool, ...]
+    nbytes: int
+    holds: tuple[dict[str, bool], ...] = ()
+
+    def plus(self, other: SharedBytes) -> SharedBytes:
+        """Return the sum with other bytes of the same units. Who holds them is what gives the larger peak."""
+        first, *later = zip(self.holds, other.holds, strict=True)
+        least = {name: first[0].get(name, True) and first[1].get(name, True) for name in {**first[0], **first[1]}}
+        most = ({name: a.get(name, False) or b.get(name, False) for name in {**a, **b}} for a, b in later)
+        return replace(self, nbytes=self.nbytes + other.nbytes, holds=(least, *most))
+
+    def keeps(self, number: int, decision: str) -> bool:
+        """Return whether a unit would hold them under a decision, if no earlier one does.
+
+        Where that is unknown, the first unit would not and a later one would: the larger sum.
+        """
+        known = self.holds[number].get(decision) if self.holds else None
+        if known is not None:
+            return known
+        if recomputes_all(decision) or not self.parts[number]:
+            return self.inputs[number] and recomputes(decision)
+        return number > 0 or decision == KEEP
+
+    def divided(self, changed: Container[str]) -> bool:
+        """Return whether some parts of the first unit no longer keep them, as they have changed, and others do."""
+        return len({part in changed for part in self.parts[0]}) > 1
+
+    def spilled(self, decisions: Mapping[str, str]) -> str | None:
+        """Return the later unit that holds them, in place of the first one; None where there is none."""
+        keep = (i for i, unit in enumerate(self.units) if self.keeps(i, decisions.get(unit, KEEP)))
+        number = next(keep, 0)
+        return self.units[number] if number else None
+
+
+@dataclass(frozen=True)
 class Memory:
     """Device memory beside activations, in bytes; `optimizer` is None where unknown: none has stepped yet.
 
@@ -156,6 +204,7 @@ class Profile:
     model : digest of the model's modules, shapes and dtypes; two, where the first forward has changed the modules
     machine : the properties of the machine that times depend on
     steps : number of measured steps
+    shared : bytes that several units save, and that the figures have at the first of them
     """
 
     units: tuple[Unit, ...]
@@ -166,6 +215,7 @@ class Profile:
     model: str
     machine: dict[str, str]
     steps: int = 0
+    shared: tuple[SharedBytes, ...] = ()
 
     @property
     def saved(self) -> int:

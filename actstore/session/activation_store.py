@@ -210,6 +210,7 @@ class ActivationStore:
                 self._applied.enter(entry)
                 if first and self._controller is not None:
                     self._controller.begin()
+                    entry.scope.note_savers()
             entry.activate()
             return self
         except BaseException as error:

@@ -16,7 +16,7 @@ from actstore.autograd.tracker import ModuleSites
 from actstore.base.ledger import Ledger
 from actstore.errors import PolicyError
 from actstore.model.blocks import has_forward, repeated_blocks
-from actstore.model.names import named_modules
+from actstore.model.names import named_modules, names_by_caller
 from actstore.policy import Keep, Policy, Recompute, Rules
 from actstore.policy.operators import COLLECTIVE
 from actstore.policy.pattern import Pattern, ancestry
@@ -104,6 +104,9 @@ class AppliedPolicy:
                 if place is None:
                     place = by_name[name] = self._place(name)
             places[module] = place
+        if self.places.keys() != places.keys():
+            for module, names in names_by_caller(named).items():
+                places[module].rename({at: by_name.get(name) or self._place(name) for at, name in names.items()})
         self.places = places
         if replaced:
             self._wrapped = self._wrap()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -76,6 +76,9 @@ class Gauge(Protocol):
 
     def recomputing(self, account: Account) -> Callable[[], None]:
         """Begin to measure a recomputation. Returns a function to call at its end."""
+
+    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
+        """Take the storages that several modules save, as `Storages.shared` yields them, at the end of forward."""
 
 
 class PayloadSampler(Protocol):

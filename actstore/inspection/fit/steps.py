@@ -110,6 +110,7 @@ class ProfiledStore(DryStore):
         scope = super()._scope(first=first)
         if first:
             self._profiler.begin(self._clock, self._decisions)
+            scope.note_savers()
         return scope
 
     def _end_forward(self, entry: StoreEntry) -> None:
@@ -146,6 +147,10 @@ class _Measured:
     def recomputing(self, account: Account) -> Callable[[], None]:
         """Begin to measure a recomputation. Returns a function to call at its end."""
         return self._profiler.recomputing(account)
+
+    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
+        """Take the storages that several modules save."""
+        self._profiler.share(rows)
 
 
 PLAIN = "plain"

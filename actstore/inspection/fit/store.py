@@ -264,6 +264,9 @@ class _DryCodecs:
         """Measure nothing."""
         return _nothing
 
+    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
+        """Take nothing."""
+
 
 class _Ready(PluginTier):
     """Options of a tier that is there, in place of the tier of its name."""

@@ -89,12 +89,28 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedLayers:
+    """Bytes that several layers save. The first of them whose option keeps them holds them.
+
+    Attributes
+    ----------
+    layers : indices of the layers; `held` of the first one's options has the bytes already
+    keeps : of each layer, whether each of its options keeps them
+    """
+
+    nbytes: float
+    layers: tuple[int, ...]
+    keeps: tuple[tuple[bool, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerChain:
     """A step: its layers, and the time that no layer takes (loss, optimizer, data)."""
 
     layers: tuple[Layer, ...]
     links: Links = Links()
     rest: float = 0.0
+    shared: tuple[SharedLayers, ...] = ()
 
     @property
     def plain(self) -> float:
@@ -104,6 +120,16 @@ class LayerChain:
     def chosen(self, choice: Sequence[int]) -> list[LayerOption]:
         """Return the option of each layer."""
         return [layer.options[index] for layer, index in zip(self.layers, choice, strict=True)]
+
+
+def spilled(chain: LayerChain, choice: Sequence[int]) -> list[float]:
+    """Return for each layer the bytes that it holds beside those of its option, because an earlier layer does not."""
+    found = [0.0] * len(chain.layers)
+    for shared in chain.shared:
+        keep = (i for i, layer in enumerate(shared.layers) if shared.keeps[i][choice[layer]])
+        if number := next(keep, 0):
+            found[shared.layers[number]] += shared.nbytes
+    return found
 
 
 def needed(options: Iterable[LayerOption]) -> Iterator[float]:

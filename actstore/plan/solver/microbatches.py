@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
+from operator import add
 
 from actstore.errors import CapacityError
-from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, most_at_once, share_at
+from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, most_at_once, share_at, spilled
 from actstore.plan.solver.least import least
 from actstore.plan.solver.solve import Solution, refusal, solve
 from actstore.plan.solver.tables import DIRECTIONS, slack
@@ -25,11 +27,12 @@ from actstore.plan.solver.timeline import Breach, Evaluation, evaluate
 def beside_others(chain: LayerChain, found: Evaluation, limits: Limits) -> Evaluation:
     """Return an evaluation with the bytes that the remaining micro-batches hold in later layers, and what these break.
 
-    Where one micro-batch waits at a time, that is the evaluation itself.
+    It also has the bytes that a layer holds because an earlier one, which saves them too, does not. Where one
+    micro-batch waits at a time, and no bytes are shared, that is the evaluation itself.
     """
     if _number_of_turns(chain) > 1:
         device = _at_turns(chain, found.choice)
-    elif any(later := _later(chain, found.choice)):
+    elif any(later := list(map(add, _later(chain, found.choice), accumulate(spilled(chain, found.choice))))):
         forward, backward = (tuple(map(sum, zip(events, later, strict=True))) for events in found.device)
         device = forward, backward
     else:
@@ -91,7 +94,7 @@ def solve_step(chain: LayerChain, limits: Limits) -> Solution:
             solution = _lowered(chain, alike, limits, bounds)
             found += [] if solution is None else [solution]
         except CapacityError as refused:
-            if "least" not in refused.facts or all(layer.waiting == 1 for layer in chain.layers):
+            if "least" not in refused.facts or not (chain.shared or any(layer.waiting > 1 for layer in chain.layers)):
                 raise
     if not found:
         return _least_step(chain, limits)

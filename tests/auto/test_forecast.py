@@ -1,0 +1,135 @@
+"""Forecasts of peaks: bytes that units share, that a module of several units saves, and that no hook sees."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from actstore import ActivationStore, Auto
+from actstore.errors import CapacityError
+from actstore.plan.profile import SharedBytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Rectified(nn.Module):
+    """Blocks whose last activation saves its result, which the next block saves, too: its bytes count once."""
+
+    def __init__(self):
+        super().__init__()
+        widths = zip((16, 128, 64, 128, 32), (128, 64, 128, 32, 128), strict=True)
+        layers = ((nn.Linear(a, 2 * b), nn.ReLU(), nn.Linear(2 * b, b), nn.ReLU()) for a, b in widths)
+        self.blocks = nn.ModuleList([nn.Sequential(*each) for each in layers])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class OneActivation(nn.Module):
+    """Blocks that share one module without weights."""
+
+    class Block(nn.Module):
+        def __init__(self, activation):
+            super().__init__()
+            self.a, self.act, self.b = nn.Linear(16, 64), activation, nn.Linear(64, 16)
+
+        def forward(self, x):
+            return x + self.b(self.act(self.a(x)))
+
+    def __init__(self):
+        super().__init__()
+        activation = nn.GELU()
+        self.blocks = nn.ModuleList([OneActivation.Block(activation) for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Bypassed(nn.Module):
+    """Calls `forward` of some blocks itself, so that no hook of theirs runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.heads = (
+            nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(number)])
+            for number in (4, 3)
+        )
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        for block, head in zip(self.blocks[1:], self.heads, strict=True):
+            x = block(x) + head.forward(x)
+        return x.square().mean()
+
+
+class Between(nn.Module):
+    """Units with activations between their layers: who counts them first depends on the decision."""
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.c(functional.relu(self.b(functional.relu(self.a(x)))))
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (Between.Mlp() for _ in range(3))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+
+    def forward(self, x):
+        x = self.three(self.two(self.one(x)))
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def peak_of(model, store):
+    """Train a step; return its peak in bytes."""
+    x = torch.randn(256, 16)
+    with store:
+        loss = model(x)
+    loss.backward()
+    model.zero_grad()
+    return store.report().peak_held_bytes
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.9])
+@pytest.mark.parametrize("make", [Rectified, OneActivation, Bypassed, Between])
+def test_no_step_after_the_first_exceeds_the_budget(make, share):
+    torch.manual_seed(0)
+    model = make()
+    budget = int(share * peak_of(model, ActivationStore(model, "keep", min_bytes=0)))
+    store, peaks = ActivationStore(model, Auto(budget), min_bytes=0), []
+    try:
+        peaks.extend(peak_of(model, store) for _ in range(45))
+    except CapacityError:
+        assert len(peaks) == 1
+        assert peaks[0] > budget
+    else:
+        assert max(peaks[1:]) <= budget
+
+
+def test_a_later_unit_holds_what_the_first_one_drops():
+    shared = SharedBytes(("a", "b", "c"), (("",), ("",), ()), (False, False, True), 8)
+    assert shared.spilled({}) is None
+    assert shared.spilled({"a": "recompute"}) == "b"
+    assert shared.spilled({"a": "recompute", "b": "recompute", "c": "recompute"}) == "c"
+    assert shared.spilled({"a": "recompute", "b": "recompute"}) is None
+    assert shared.spilled({"a": "derive"}) == "b"
+    known = SharedBytes(shared.units, shared.parts, shared.inputs, 8, ({"derive": True}, {"expack": False}, {}))
+    assert known.spilled({"a": "derive"}) is None
+    assert known.spilled({"a": "recompute", "b": "expack"}) is None
+
+
+def test_a_module_of_several_blocks_counts_where_it_is_called():
+    model = OneActivation()
+    store = ActivationStore(model, "blocks.1.act : int8; * : keep", min_bytes=0)
+    peak_of(model, store)
+    saved = {row.module: row.saved for row in store.report().modules}
+    assert saved["blocks.0.act"] == saved["blocks.1.act"] == saved["blocks.2.act"] > 0
