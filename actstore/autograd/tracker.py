@@ -250,6 +250,11 @@ class Tracker:
         frame.end(self.storages)
         self._prune()
 
+    def place_of(self, module: Module) -> ModuleSites:
+        """Return the record of a module that runs, also where the model calls its `forward` past the hooks."""
+        place = self.frame.place
+        return place if self.frame.module is module else self.places.get(module, place)
+
     def push(self, module: Module | None, place: ModuleSites, inputs: Decision | None = None) -> None:
         self.stack.append(self.frame)
         computed = self.frame.exact is COMPUTED or isinstance(module, ParametrizationList)

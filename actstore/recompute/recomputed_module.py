@@ -370,10 +370,7 @@ class RecomputedModule(ForwardWrapper):
     ) -> RegionCall:
         """Return a call that begins. The store has its tensors, also those of keyword arguments and containers."""
         pack, unpack = outside
-        tracker = scope.tracker
-        place = tracker.frame.place
-        if tracker.frame.module is not self._module:  # the model calls its `forward`, and no hook has run
-            place = tracker.places.get(self._module, place)
+        tracker, place = scope.tracker, scope.tracker.place_of(self._module)
         steady = self._steady
         if steady is not None and steady.is_same():
             tree = steady.tree
