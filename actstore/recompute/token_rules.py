@@ -304,6 +304,8 @@ def _entropies(mode: TokensMode, func: Any, given: Given) -> Dims:
 
 _RULES: dict[str, Callable[[TokensMode, Any, Given], Dims]] = {
     **dict.fromkeys(("_to_copy", "clone", "detach", "alias", "lift_fresh", "masked_fill", "masked_fill_"), _aligned),
+    # PyTorch 2.11 does not tag these as pointwise
+    **dict.fromkeys(("leaky_relu", "leaky_relu_", "elu_", "celu_", "selu_", "hardtanh_", "hardsigmoid_"), _aligned),
     **dict.fromkeys(("view", "_unsafe_view", "squeeze", "unsqueeze"), _viewed),
     **dict.fromkeys(("mm", "bmm", "addmm"), _product),
     **dict.fromkeys(

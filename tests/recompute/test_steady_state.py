@@ -201,7 +201,8 @@ def test_calls_share_snapshots_after_torch_compile(monkeypatch):
     def run():
         torch._dynamo.reset()  # it would find the code that an earlier test has compiled, and set nothing
         torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
-        assert any(variable.name.startswith("torch.") for variable in copy_context())
+        if not any(variable.name.startswith("torch.") for variable in copy_context()):
+            pytest.skip("this compiler leaves nothing in context variables, such as that of PyTorch 2.11")
         monkeypatch.setattr(region_state, "Weights", lambda *args: made.append(1) or weights(*args))
         trained(True, lambda _: made.clear(), lambda _: None)
         assert made == []
