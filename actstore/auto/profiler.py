@@ -26,6 +26,7 @@ from actstore.auto.excepted import Separability
 from actstore.auto.sample import Sample, calls_at_turns
 from actstore.autograd.compiled import NamedCall
 from actstore.base.ledger import Account, Ledger
+from actstore.base.storage import SharedStorage
 from actstore.base.ticket import Ticket
 from actstore.codecs.base import Bound, Codec
 from actstore.devices import Device
@@ -231,7 +232,7 @@ class Profiler:
         self._ledger = ledger
         self._hooks: list[Any] = []
         self._step: Moments | None = None
-        self._rows: list[tuple[int, list[tuple[str, bool]], str | None]] = []
+        self._storages: list[SharedStorage] = []
         self.look()
 
     def look(self) -> None:
@@ -311,9 +312,9 @@ class Profiler:
         """Note that a recompute begins, and return the function to call at its end."""
         return _nothing if self._step is None else self._step.work(account, BACKWARD)
 
-    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
-        """Take the storages that several modules save, as `Storages.shared` yields them, at the end of forward."""
-        self._rows = list(rows)
+    def share(self, storages: Iterable[SharedStorage]) -> None:
+        """Take the storages that several modules save, at the end of forward."""
+        self._storages = list(storages)
 
     def finish(self) -> Sample | None:
         """Return the figures of the last step; None where it was canceled or ran no unit of the model."""
@@ -336,9 +337,9 @@ class Profiler:
             of_most = max(turns, key=lambda name: (max(turns[name]), calls[name]))
             turns |= calls_at_turns({"": turns[of_most][0]}, {"": calls[of_most]}, held)
             calls[""] = calls[of_most]
-        rows, self._rows = self._rows, []
+        storages, self._storages = self._storages, []
         parts, transient = self._bytes({name: held[name].index(max(held[name])) for name in turns if name in held})
-        shared = [] if turns else self._sharing(rows, [*units, ""], step.decisions, parts)
+        shared = [] if turns else self._sharing(storages, [*units, ""], step.decisions, parts)
         errors, work = self._errors(step), self._work(step)
         figures: dict[str, list[UnitFigures]] = {}
         for name in [*units, ""]:
@@ -405,14 +406,14 @@ class Profiler:
 
     def _sharing(
         self,
-        rows: list[tuple[int, list[tuple[str, bool]], str | None]],
+        storages: list[SharedStorage],
         order: list[str],
         decisions: Mapping[str, str],
         parts: dict[str, dict[str, UnitBytes]],
     ) -> list[SharedBytes]:
         """Return the bytes that several units save. In `parts` they move to the first unit, or go where it has none."""
         merged: dict[tuple[Any, ...], SharedBytes] = {}
-        for nbytes, savers, holder in rows:
+        for nbytes, savers, holder in storages:
             found = [(*self.find(name), is_input) for name, is_input in savers]
             units = [unit for unit in order if any(unit == name for name, _, _ in found)]
             if len(units) == 1:

@@ -14,10 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from actstore.base.layout import layout_of
 from actstore.base.reaper import Finalizer
-from actstore.base.storage import expired, free_weak, hold_weak, revive, storages_of
+from actstore.base.storage import SharedStorage, expired, free_weak, hold_weak, revive, storages_of
 
 _MIN_PRUNE_COUNT = 1024  # storages
-Saver = tuple[str, bool]
 
 
 class Storages:
@@ -56,7 +55,7 @@ class Storages:
         self.kept_parts: dict[int, list[tuple[int, int]]] = {}
         self.stored: dict[int, list[ref[Any]]] = {}
         self.tags: dict[int, str] = {}
-        self.savers: dict[int, tuple[int, list[Saver]]] | None = None
+        self.savers: dict[int, tuple[int, list[tuple[str, bool]]]] | None = None
         self.prune_count = _MIN_PRUNE_COUNT
         self._held: list[int] = []
         self._last = Finalizer(deque(maxlen=0).extend, map(free_weak, self._held))  # reads the list when it runs
@@ -111,12 +110,13 @@ class Storages:
         if self.savers is not None:
             self.savers.setdefault(key, (nbytes, []))[1].append((name, is_input))
 
-    def shared(self) -> Iterator[tuple[int, list[Saver], str | None]]:
-        """Yield the bytes of each storage that several modules save, these, and the one whose handle keeps it."""
+    def shared(self) -> Iterator[SharedStorage]:
+        """Yield the storages that several modules save, where a step is measured."""
         for key, (nbytes, savers) in (self.savers or {}).items():
             if len({name for name, _ in savers}) > 1:
                 frame, kept = self.small[key]() if key in self.small else None, self.first_kept(key)
-                yield nbytes, savers, frame.place.name if frame else kept.account.site.name if kept else None
+                holder = frame.place.name if frame else kept.account.site.name if kept else None
+                yield SharedStorage(nbytes, savers, holder)
 
     def uncount(self, key: int, saved: int) -> None:
         """Undo a count of `saved` bytes, because the handle that keeps the storage counts it."""

@@ -7,7 +7,7 @@ address (not the memory) from being used again, and so makes it an identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -23,6 +23,20 @@ _is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 hold_weak: Callable[[UntypedStorage], int] = _untyped._weak_ref  # the address, until `free_weak` is called with it
 free_weak: Callable[[int], None] = _untyped._free_weak_ref
 expired: Callable[[int], bool] = _untyped._expired
+
+
+class SharedStorage(NamedTuple):
+    """A storage that several modules save.
+
+    Attributes
+    ----------
+    savers : name of each module, in order, and whether it is an input of a recomputed region there
+    holder : name of the module whose handle keeps it; None where no handle does
+    """
+
+    nbytes: int
+    savers: list[tuple[str, bool]]
+    holder: str | None
 
 
 def revive(key: int) -> UntypedStorage | None:

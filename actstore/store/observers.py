@@ -10,6 +10,7 @@ from torch import Tensor
 
 from actstore.base.checksum import checksum
 from actstore.base.ledger import Account
+from actstore.base.storage import SharedStorage
 from actstore.base.ticket import Between, Ticket
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
@@ -77,8 +78,8 @@ class Gauge(Protocol):
     def recomputing(self, account: Account) -> Callable[[], None]:
         """Begin to measure a recomputation. Returns a function to call at its end."""
 
-    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
-        """Take the storages that several modules save, as `Storages.shared` yields them, at the end of forward."""
+    def share(self, storages: Iterable[SharedStorage]) -> None:
+        """Take the storages that several modules save, at the end of forward."""
 
 
 class PayloadSampler(Protocol):

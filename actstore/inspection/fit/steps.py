@@ -21,6 +21,7 @@ from actstore.auto.probes import MAX_MEASURED_STEPS, Probes
 from actstore.auto.profiler import Profiler
 from actstore.autograd.hooks import Scope
 from actstore.base.ledger import Account
+from actstore.base.storage import SharedStorage
 from actstore.base.ticket import Done, Ticket
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
@@ -148,9 +149,9 @@ class _Measured:
         """Begin to measure a recomputation. Returns a function to call at its end."""
         return self._profiler.recomputing(account)
 
-    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
+    def share(self, storages: Iterable[SharedStorage]) -> None:
         """Take the storages that several modules save."""
-        self._profiler.share(rows)
+        self._profiler.share(storages)
 
 
 PLAIN = "plain"

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from actstore.autograd.hooks import Scope
 from actstore.base.ledger import Account
+from actstore.base.storage import SharedStorage
 from actstore.base.ticket import DONE, Done, Span, Ticket
 from actstore.codecs import Codec
 from actstore.codecs.base import Bound
@@ -264,7 +265,7 @@ class _DryCodecs:
         """Measure nothing."""
         return _nothing
 
-    def share(self, rows: Iterable[tuple[int, list[tuple[str, bool]], str | None]]) -> None:
+    def share(self, storages: Iterable[SharedStorage]) -> None:
         """Take nothing."""
 
 
