@@ -200,6 +200,17 @@ def test_views_of_one_storage(second, policy):
             check_same(torch.autograd.grad(output.sum(), base), grads)
 
 
+@pytest.mark.parametrize("codec", ["raw @ host", "int8"])
+def test_what_a_module_keeps_gets_no_payload_beside_it(codec):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))  # ReLU keeps what the last layer reads
+    store = ActivationStore(model, f"2 : {codec}; * : keep", min_bytes=0)
+    with store:
+        loss = model(torch.randn(32, 64)).sum()
+    loss.backward()
+    report = store.report()
+    assert report.held_bytes == report.saved_bytes
+
+
 def test_one_node_saves_several_views_without_a_comparison():
     layer = nn.Linear(16, 48)
     store = ActivationStore(layer, "raw", min_bytes=0)

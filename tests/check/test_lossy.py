@@ -34,6 +34,7 @@ def planted(noise, gain=1.0):
 def test_the_variance_in_closed_form(training):
     """Noise in the second layer's input moves its weight alone, by sum_n |c_n|^2 |e_n|^2."""
     model, step, _ = training
+    model[1] = nn.SiLU()  # ReLU would keep its result, which then has no payload
     store = ActivationStore(model, planted(0.1), min_bytes=0)
     result = measure_gradient_error(step, store, draws=24)
     hidden = {}
@@ -76,6 +77,7 @@ def test_rounding_to_nearest_has_nothing_but_a_bias(training):
 def test_a_codec_that_shrinks_is_seen_as_a_bias(training):
     """dW = c^T x, and so 5 % less of x are 5 % less of dW."""
     model, step, _ = training
+    model[1] = nn.SiLU()  # as above
     result = measure_gradient_error(step, ActivationStore(model, planted(0.05, gain=0.95), min_bytes=0), draws=12)
     rows = {row.name: row for row in result.weights}
     assert rows["2.weight"].relative_bias == pytest.approx(0.05, rel=0.1)
