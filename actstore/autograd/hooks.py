@@ -293,6 +293,7 @@ class Scope:
             or not is_like(tensor)
             or key in storages.stored
             or key in storages.kept
+            or key in storages.small
             or key in storages.computed
             or storages.tags
             or self._alone is not None
