@@ -430,4 +430,4 @@ def test_an_entry_leaves_no_cycle():
                 y = model(torch.ones(2, 4))
             y.sum().backward()
             del y
-        assert [each for each in gc.get_objects() if isinstance(each, Scope)] == []
+        assert [each for each in gc.get_objects() if type(each) is Scope] == []
