@@ -106,9 +106,9 @@ class Storages:
         return sum(small.values()) - sum(map(small.__getitem__, known)), len(small) - len(known)
 
     def note_saver(self, key: int, nbytes: int, name: str, *, is_input: bool = False) -> None:
-        """Note who saves a storage, where a step is measured."""
-        if self.savers is not None:
-            self.savers.setdefault(key, (nbytes, []))[1].append((name, is_input))
+        """Note who saves a storage, in a step that is measured."""
+        assert self.savers is not None
+        self.savers.setdefault(key, (nbytes, []))[1].append((name, is_input))
 
     def shared(self) -> Iterator[SharedStorage]:
         """Yield the storages that several modules save, where a step is measured."""

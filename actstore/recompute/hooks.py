@@ -142,7 +142,8 @@ class FirstHooks:
                 if key not in self._counted:
                     part = part_of(tensor, nbytes) if type(tensor) is Tensor else None
                     self._fresh += scope.storages.count(key, storage, part)
-                scope.storages.note_saver(key, nbytes, call.account.site.name)
+                if scope.storages.savers is not None:
+                    scope.storages.note_saver(key, nbytes, call.account.site.name)
                 self._sizes[key] = nbytes
             if key in self._buffers:
                 call.state.weights.saved(key)
