@@ -357,10 +357,12 @@ class Probes:
             for decision in self._tries.of(self._tries.shapes[name], figures[kind]):
                 if counts[kind][decision] >= samples:
                     continue
-                tries = (chosen | {name: form} for form in self._tries.forms(name, decision))
-                if (fitting := next((each for each in tries if forecast.peak(each) <= room), None)) is not None:
-                    wanted, chosen = True, fitting
-                    counts[kind][decision] += 1
+                forms = (each for each in self._tries.forms(name, decision) if counts[kind][each] < samples)
+                form = next((each for each in forms if forecast.peak(chosen | {name: each}) <= room), None)
+                if form is not None:
+                    wanted = True
+                    chosen = chosen | {name: form}
+                    counts[kind].update({decision, form})
                     break
         return self._tries.least() | chosen if wanted else None
 

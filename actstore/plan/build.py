@@ -94,7 +94,7 @@ def _options(
         return
     if unit.calls > 1 and unit.recomputable and not unit.waiting:
         yield from recurrent_options(unit, figures, keep)
-        return
+        figures = {decision: f for decision, f in figures.items() if not recomputes(decision)}
     of_parts: dict[str, list[_Change]] = {}
     for decision, f in figures.items():
         if decision == KEEP or (f.error and not max_noise):

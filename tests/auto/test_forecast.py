@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from actstore import ActivationStore, Auto
+from actstore import ActivationStore, Auto, make_plan
 from actstore.errors import CapacityError
 from actstore.plan.profile import SharedBytes
 
@@ -133,3 +133,36 @@ def test_a_module_of_several_blocks_counts_where_it_is_called():
     peak_of(model, store)
     saved = {row.module: row.saved for row in store.report().modules}
     assert saved["blocks.0.act"] == saved["blocks.1.act"] == saved["blocks.2.act"] > 0
+
+
+class Repeated(nn.Module):
+    """Calls one network again and again, on a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = x + self.net(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("share", [0.7, 0.8, 0.9])
+def test_units_that_run_several_times_have_all_measured_decisions(share):
+    """Of the last layer only `derive` was measured, which was no option; decisions that fit in part were tried on."""
+    model, x, peaks = Repeated(), torch.randn(128, 64), []
+    with ActivationStore(model, "keep", min_bytes=0) as store:
+        loss = model(x)
+    loss.backward()
+    budget = int(share * store.report().peak_held_bytes)
+
+    def step(store):
+        with store:
+            loss = model(x)
+        loss.backward()
+        peaks.append(store.report().peak_held_bytes)
+
+    plan = make_plan(model, step, budget, min_bytes=0)
+    assert plan.profile.steps < 20
+    assert max(peaks) <= budget
