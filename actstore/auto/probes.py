@@ -213,6 +213,7 @@ class Probes:
         self._calls = UnitCalls()
         self._tries = Candidates(profiler, grants, self._calls)
         self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
+        self._expected: set[str] = set()  # of these, units that have not run so far
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
         self._peaks: list[tuple[dict[str, str], int, float]] = []  # of steps, with their decisions and saved bytes
@@ -303,9 +304,11 @@ class Probes:
         self.grow(sample.saved)
         self._ran.update(sample.figures.keys())
         for name, figures in sample.figures.items():
-            if name not in self._kinds:
+            if name not in self._kinds or name in self._expected:
+                self._expected.discard(name)
                 self._kinds[name] = self._kind(name, figures[0].total("saved"))
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
+        self._expect()
         self._share(sample, first=first)
         if not first:  # the first step includes all one-time work
             self._rest.append(sample.rest)
@@ -429,6 +432,25 @@ class Probes:
         of_units = {name: figures[kind] for name, kind in self._kinds.items()}
         return Forecast(of_units, self._calls, self._profiler.separability.results, self.shared(), in_order=always)
 
+    def _expect(self) -> None:
+        """Count blocks that have not run, where most of their class have: models leave out layers at random."""
+        alike: dict[str, list[str]] = {}
+        for shape in self._tries.shapes.values():
+            if shape.recomputable:
+                alike.setdefault(self._class(shape.name), []).append(shape.name)
+        for names in alike.values():
+            ran = [name for name in names if name in self._kinds]
+            if not len(names) / 2 <= len(ran) < len(names):
+                continue
+            self._expected.update(name for name in names if name not in ran)
+            kinds: dict[str, str] = {}
+            for name, kind in self._kinds.items():
+                if name in ran:  # those before it, and at the last one those after it
+                    end = None if name == ran[-1] else names.index(name)
+                    kinds |= dict.fromkeys(names[:end], kind)
+                kinds[name] = kind
+            self._kinds = kinds
+
     def _share(self, sample: Sample, *, first: bool) -> None:
         """Add which units of a step have held bytes that several save. The first step, which recomputes, shows all."""
         if first:
@@ -524,9 +546,9 @@ class Probes:
         )
 
     def _shares(self) -> dict[str, float]:
-        """Return the share of units that do not run in each step (experts), so that all add up to the largest step."""
+        """Return the share of units that most steps leave out (experts), so that all add up to the largest step."""
         sizes = {name: self._size(name) for name in self._samples}
-        rare = [name for name in sizes if self._ran[name] < self.steps]
+        rare = [name for name in sizes if 2 * self._ran[name] < self.steps]
         of_rare = sum(sizes[name] for name in rare)
         if not of_rare:
             return {}
@@ -538,10 +560,8 @@ class Probes:
         return median(self.scale(saved) * f.total("saved") for f, saved in self._samples[name])
 
     def _kind(self, name: str, saved: int) -> str:
-        module = self._tries.shapes[name].module
-        shapes = [tuple(parameter.shape) for parameter in module.parameters()]
-        alike = f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} "
-        others = (other for other, kind in self._kinds.items() if kind.startswith(alike))
+        alike = self._class(name)
+        others = (other for other in self._samples if self._kinds[other].startswith(alike))
         sizes = (self._samples[other][0][0].total("saved") for other in others)
         # The first block may save what all share, such as rotary embeddings.
         saved = next((size for size in sizes if abs(size - saved) <= ALIKE * saved), saved)
@@ -549,3 +569,9 @@ class Probes:
         if not self._tries.shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
         return kind if self._tries.recomputable(self._tries.shapes[name]) else f"{kind} once"
+
+    def _class(self, name: str) -> str:
+        """Return the class of a unit's module, and a digest of the shapes of its parameters."""
+        module = self._tries.shapes[name].module
+        shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+        return f"{type(module).__name__} {sha256(repr(shapes).encode()).hexdigest()[:8]} "

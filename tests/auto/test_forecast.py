@@ -166,3 +166,28 @@ def test_units_that_run_several_times_have_all_measured_decisions(share):
     plan = make_plan(model, step, budget, min_bytes=0)
     assert plan.profile.steps < 20
     assert max(peaks) <= budget
+
+
+class Dropped(nn.Module):
+    """Leaves out a layer of the first steps, as models do that drop layers at random."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)])
+        self.steps = iter(kept)
+
+    def forward(self, x):
+        for index in next(self.steps, range(3)):
+            x = x + self.layers[index](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kept", [[[0, 2]], [[0, 1], [1, 2], [0, 2]], [[1, 2], [0]]])
+def test_a_layer_that_the_first_steps_leave_out_is_expected(kept):
+    whole = Dropped([])
+    budget = int(0.75 * peak_of(whole, ActivationStore(whole, "keep", min_bytes=0)))
+    model = Dropped(kept)
+    store = ActivationStore(model, Auto(budget), min_bytes=0)
+    assert max(peak_of(model, store) for _ in range(30)) <= budget
+    assert store.plan is not None
+    assert "measured again" not in str(store.plan)
