@@ -21,7 +21,8 @@ from actstore.kernels.base import LENGTH_NBYTES, Kernels
 class KernelCodec(Codec):
     """A codec that runs as kernels, and whose payload has a size, or a bound, by element count.
 
-    The kernels live in ``actstore.kernels``: ``cpu/<kernel_name>``, ``cuda/<kernel_name>``, ``torch/<kernel_name>``.
+    The kernels live in ``actstore.kernels``: modules ``cpu.<kernel_name>`` and ``torch.<kernel_name>``, each with a
+    function ``kernels``, and functions ``<kernel_name>`` of ``cuda.codecs``.
     """
 
     @property
@@ -44,8 +45,11 @@ class KernelCodec(Codec):
         ------
         KernelUnavailable : a package that they need is not installed
         """
-        module = import_module(f"actstore.kernels.{back_end}.{self.kernel_name}")
-        kernels: Kernels = module.kernels(dtype, device, **self._options())
+        if back_end == "cuda":
+            find = getattr(import_module("actstore.kernels.cuda.codecs"), self.kernel_name)
+        else:
+            find = import_module(f"actstore.kernels.{back_end}.{self.kernel_name}").kernels
+        kernels: Kernels = find(dtype, device, **self._options())
         return kernels
 
     @abstractmethod

@@ -18,7 +18,7 @@ emulator = cache(Emulator)
 
 
 def emulated(codec, dtype: torch.dtype, flush_denormals: bool = True) -> Kernels:
-    """What ``actstore.kernels.cuda.<name>`` gives for `codec`, with the emulator in the place of a GPU."""
+    """What ``actstore.kernels.cuda.codecs`` gives for `codec`, with the emulator in the place of a GPU."""
     if compiler() is None:
         pytest.skip("needs g++ to run the CUDA sources on the CPU")
     with emulation(flush_denormals):

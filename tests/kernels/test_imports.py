@@ -78,8 +78,8 @@ def test_without_cupy_kernels_for_cuda_say_what_to_install():
         sys.modules["cupy"] = None
         import torch
         from actstore.errors import KernelUnavailable
-        from actstore.kernels.cuda import int8, raw
-        for kernels, options in ((int8.kernels, {"group": 128, "round": "nearest", "keep": False}), (raw.kernels, {})):
+        from actstore.kernels.cuda.codecs import int8, raw
+        for kernels, options in ((int8, {"group": 128, "round": "nearest", "keep": False}), (raw, {})):
             try:
                 kernels(torch.float32, torch.device("cuda", 0), **options)
             except KernelUnavailable as error:

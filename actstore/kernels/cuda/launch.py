@@ -10,6 +10,7 @@ import torch
 
 from actstore.base import source
 from actstore.errors import KernelBuildError, KernelUnavailable
+from actstore.kernels.planes import TILE
 
 THREADS = 256  # per block
 
@@ -87,3 +88,8 @@ def launcher(name: str, kernel: str, device: torch.device) -> Launch:
                 launch(blocks, *args)
 
     return launch if torch.cuda.device_count() == 1 else launch_elsewhere
+
+
+def tile_blocks(numel: int) -> int:
+    """Count the blocks of a launch with a warp for each tile of 1024 elements."""
+    return -(-numel // (TILE * THREADS // 32))

@@ -8,7 +8,7 @@ import torch
 
 from actstore.kernels.base import Inner, Kernels, aligned
 from actstore.kernels.cuda import launch
-from actstore.kernels.cuda.planes import tile_blocks
+from actstore.kernels.cuda.launch import tile_blocks
 from actstore.kernels.sparse import PERIOD, TILE, Growth, Largest, Rule, SparseSections
 
 SCAN_TILES = 2048  # tiles that one block scans, in csrc/sparse.cu
@@ -16,7 +16,7 @@ SCAN_TILES = 2048  # tiles that one block scans, in csrc/sparse.cu
 Encode = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
 
-def kernels(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
+def sparse(dtype: torch.dtype, device: torch.device, rule: Rule, inner: Inner) -> Kernels:
     """Return the kernels for one dtype and rule on one device, around those of the inner codec."""
     lossy = None if inner.name == "raw" else inner.kernels("cuda", dtype, device)
     expand = launch.launcher("sparse", f"sparse_expand_{dtype.itemsize}", device)
