@@ -30,8 +30,7 @@ from actstore.base.call_site import last_number, number_before, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
-from actstore.codecs.levels import Levels
-from actstore.codecs.side import Side
+from actstore.codecs.slopes import Levels, Side
 
 # By the name in the source, without underscores at its ends. An entry that is wrong for a call costs bytes at most.
 _BY_DIVISOR = frozenset({"/", "div", "divide", "true_divide", "truediv", "idiv", "itruediv"})

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import SIGNS, Signs
+from actstore.codecs.dispatch import Signs
 from actstore.codecs.groups import GroupCodec
 from actstore.codecs.int8 import ROUNDINGS
 from actstore.errors import ConfigError
@@ -23,16 +20,7 @@ UNBIASED = ROUNDINGS[1:]
 class AffineCodec(GroupCodec):
     """Codes of `bits` bits, and a bfloat16 scale and minimum per `group` consecutive elements of a row."""
 
-    lossless = False
     bits: ClassVar[int]
-
-    group: int
-    round: str
-    signs: Signs
-
-    @property
-    def keyed(self) -> bool:
-        return self.round != "nearest"
 
     @property
     def kernel_name(self) -> str:
@@ -41,13 +29,10 @@ class AffineCodec(GroupCodec):
     def __post_init__(self) -> None:
         require_choice(self, "group", GROUPS)
         require_choice(self, "round", ROUNDINGS)
-        require_choice(self, "signs", SIGNS)
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES
+        super().__post_init__()
 
     def _options(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group": self.group, "round": self.round, "keep": self.signs == "keep"}
+        return {"bits": self.bits, **super()._options()}
 
     @property
     def _form(self) -> Format:

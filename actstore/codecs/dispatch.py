@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from actstore.base.spec import Spec
-from actstore.codecs.base import AtMost, Bound, Codec, Exact, Size
-from actstore.codecs.checks import check_buffers, check_dtype
+from actstore.codecs.base import LOSSY_DTYPES, AtMost, Bound, Codec, Exact, Size
+from actstore.codecs.checks import check_buffers, check_dtype, require_choice
 from actstore.errors import KernelUnavailable, PayloadError, SpecError
 from actstore.kernels.base import LENGTH_NBYTES, Kernels
 
@@ -159,9 +159,22 @@ SIGNS: tuple[Signs, ...] = ("auto", "keep", "round")
 
 
 class SignedCodec(KernelCodec):
-    """A lossy codec that can keep zeros, positive and negative elements apart, by its field `signs`."""
+    """A lossy codec of floats that can keep zeros, positive and negative elements apart, by its field `signs`."""
+
+    lossless = False
 
     signs: Signs
+
+    def __post_init__(self) -> None:
+        require_choice(self, "signs", SIGNS)
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in LOSSY_DTYPES
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of the kernels: the fields, but whether signs are kept in the place of `signs`."""
+        options = super()._options()
+        return {"keep": options.pop("signs") == "keep", **options}
 
     @cached_property
     def keeping_signs(self) -> SignedCodec:  # computed once

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from actstore.codecs.base import LOSSY_DTYPES
-from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import SIGNS, SignedCodec, Signs
+from actstore.codecs.dispatch import SignedCodec, Signs
 from actstore.kernels.base import round_up
 
 
@@ -31,18 +26,8 @@ class E5m6(SignedCodec):
     """
 
     name = "e5m6"
-    lossless = False
 
     signs: Signs = "auto"
-
-    def __post_init__(self) -> None:
-        require_choice(self, "signs", SIGNS)
-
-    def _options(self) -> dict[str, Any]:
-        return {"keep": self.signs == "keep"}
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES
 
     def _nbytes(self, numel: int, itemsize: int) -> int:
         return round_up(numel) + (numel + 1) // 2

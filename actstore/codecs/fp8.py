@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import SIGNS, Signs
+from actstore.codecs.dispatch import Signs
 from actstore.codecs.groups import GroupCodec
 from actstore.codecs.int8 import GROUPS
 from actstore.kernels.rows import Format
@@ -42,28 +39,17 @@ class Fp8(GroupCodec):
     """
 
     name = "fp8"
-    lossless = False
 
     group: int = 128
     scale: Literal["linear", "pow2"] = "linear"
     round: Literal["nearest", "stochastic"] = "nearest"
     signs: Signs = "auto"
 
-    @property
-    def keyed(self) -> bool:
-        return self.round != "nearest"
-
     def __post_init__(self) -> None:
         require_choice(self, "group", GROUPS)
         require_choice(self, "scale", ("linear", "pow2"))
         require_choice(self, "round", ("nearest", "stochastic"))
-        require_choice(self, "signs", SIGNS)
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES
-
-    def _options(self) -> dict[str, Any]:
-        return {"group": self.group, "scale": self.scale, "round": self.round, "keep": self.signs == "keep"}
+        super().__post_init__()
 
     @property
     def _form(self) -> Format:

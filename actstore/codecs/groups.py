@@ -18,6 +18,11 @@ class GroupCodec(SignedCodec):
     """A lossy codec that stores numbers, such as a scale, for each `group` elements of a row."""
 
     group: int
+    round: str = "nearest"
+
+    @property
+    def keyed(self) -> bool:
+        return self.round != "nearest"
 
     @property
     @abstractmethod

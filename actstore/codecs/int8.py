@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from actstore.base.layout import layout_of
-from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import SIGNS, KernelCodec, Signs
+from actstore.codecs.dispatch import KernelCodec, Signs
 from actstore.codecs.groups import GroupCodec
 from actstore.errors import ConfigError
 from actstore.kernels.affine import affine_format
@@ -59,17 +56,12 @@ class Int8(GroupCodec):
     """
 
     name = "int8"
-    lossless = False
 
     group: int = 128
     affine: bool = False
     round: Literal["nearest", "stochastic", "dither"] = "nearest"
     axis: Literal["element", "token"] = "element"
     signs: Signs = "auto"
-
-    @property
-    def keyed(self) -> bool:
-        return self.round != "nearest"
 
     @property
     def _flat(self) -> bool:
@@ -80,23 +72,21 @@ class Int8(GroupCodec):
         return "affine" if self.affine else "int8_token" if self.axis == "token" else "int8"
 
     def _options(self) -> dict[str, Any]:
-        options = {"group": self.group, "round": self.round, "keep": self.signs == "keep"}
+        options = super()._options()
+        del options["affine"], options["axis"]
         return {"bits": 8, **options} if self.affine else options
 
     def __post_init__(self) -> None:
         require_choice(self, "group", GROUPS)
         require_choice(self, "round", ROUNDINGS)
         require_choice(self, "axis", ("element", "token"))
-        require_choice(self, "signs", SIGNS)
+        super().__post_init__()
         if self.affine and self.axis == "token":
             raise ConfigError(
                 "int8(affine, axis=token) does not exist: the values of one channel over tokens are seldom of one "
                 "sign. Leave out affine or axis.",
                 axis=self.axis,
             )
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES
 
     @property
     def _form(self) -> Format:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from actstore.codecs.affine import GROUPS
-from actstore.codecs.base import LOSSY_DTYPES
 from actstore.codecs.checks import require_choice
-from actstore.codecs.dispatch import SIGNS, KernelCodec, Signs
+from actstore.codecs.dispatch import KernelCodec, Signs
 from actstore.codecs.groups import GroupCodec
 from actstore.errors import ConfigError
 from actstore.kernels.rows import Format
@@ -44,7 +41,6 @@ class Nf4(GroupCodec):
     """
 
     name = "nf4"
-    lossless = False
 
     group: int = 32
     layout: Literal["plain", "bnb"] = "plain"
@@ -53,19 +49,13 @@ class Nf4(GroupCodec):
     def __post_init__(self) -> None:
         require_choice(self, "group", GROUPS)
         require_choice(self, "layout", ("plain", "bnb"))
-        require_choice(self, "signs", SIGNS)
+        super().__post_init__()
         if self.layout == "bnb" and self.group != BNB_GROUP:
             raise ConfigError(
                 f"nf4(layout=bnb) has groups of {BNB_GROUP} elements, not of {self.group}. "
                 f"Write nf4(group={BNB_GROUP}, layout=bnb).",
                 group=self.group,
             )
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES
-
-    def _options(self) -> dict[str, Any]:
-        return {"group": self.group, "layout": self.layout, "keep": self.signs == "keep"}
 
     @property
     def _form(self) -> Format:

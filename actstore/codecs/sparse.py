@@ -45,6 +45,13 @@ class SparseCodec(KernelCodec):
         return self.inner
 
     @property
+    def exact(self) -> bool:
+        return self._leaf.exact
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)
+
+    @property
     def kernel_name(self) -> str:
         return "sparse"
 
@@ -103,15 +110,8 @@ class Nm(SparseCodec):
             raise ConfigError(f"nm(n={self.n!r}, m={self.m}): n must be from 1 to {self.m - 1}.", n=self.n)
 
     @property
-    def exact(self) -> bool:
-        return self._leaf.exact
-
-    @property
     def _rule(self) -> Largest:
         return Largest(self.m, Fraction(1), self.n)
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,8 @@ class Topk(SparseCodec):
             )
 
     @property
-    def exact(self) -> bool:
-        return self._leaf.exact
-
-    @property
     def _rule(self) -> Largest:
         return Largest(TILE, Fraction(str(self.fraction)), TILE)
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in LOSSY_DTYPES and self.inner.accepts(dtype)
 
 
 ITEMSIZES = (1, 2, 4, 8)

@@ -16,8 +16,7 @@ import torch
 from actstore import ActivationStore
 from actstore.autograd import deciders
 from actstore.codecs.dispatch import SignedCodec
-from actstore.codecs.levels import Levels
-from actstore.codecs.side import Side
+from actstore.codecs.slopes import Levels, Side
 from tests.operators.calls import operators
 from tests.operators.jumps import pairs, verdict
 

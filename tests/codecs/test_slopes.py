@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from actstore.base.spec import Spec
-from actstore.codecs.levels import BITS, Levels
+from actstore.codecs.slopes import BITS, Levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
