@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +15,7 @@ from actstore.bench.comparison import Change, changes, differences, only, packag
 from actstore.bench.files import reading
 from actstore.bench.result import Result
 from actstore.bench.table import MIB
-from actstore.display.text import TABLE_WIDTH
+from actstore.display.text import say
 from actstore.errors import MALFORMED, ConfigError
 
 _MARKED_CHANGE = 0.05  # changes above this fraction are marked where no limit is given
@@ -39,10 +39,7 @@ def compare(
                 f"{old} and {new} cannot be compared: {'; '.join(unlike)}. Measure both alike, or give --anyway."
             )
         found = changes(before, after)
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=TABLE_WIDTH)
-        console.print(render(before, after, found, unlike, limit))
+        say(render(before, after, found, unlike, limit))
     if limit is not None and any(list(change.complaints(limit)) for change in found):
         raise typer.Exit(1)
 

@@ -11,35 +11,29 @@ from actstore.display.text import short
 from actstore.errors import MALFORMED, ActstoreError, ConfigError
 
 
-def check_writable(path: Path | None, option: str) -> None:
-    """Check that the file can be written, before the run. It leaves no new file.
+def check_outputs(**files: Path | None) -> None:
+    """Check that the files can be written, by the names of their options, before the run. No new file is left.
 
     Raises
     ------
-    ConfigError : the file cannot be written
+    ConfigError : a file cannot be written; the suffix of a `plot` is not .png, .svg or .pdf, or matplotlib, which draws
+        it, is not installed
     """
-    if path is None:
-        return
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}. Choose a file that can be written.") from error
-    if not existed:
-        path.unlink()
-
-
-def check_plot(path: Path | None) -> None:
-    """Check that the suffix names a kind of picture, and that matplotlib is installed.
-
-    Raises
-    ------
-    ConfigError : the suffix is not .png, .svg or .pdf; or matplotlib is not installed
-    """
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: give a file that ends in .png, .svg or .pdf.")
-    if path is not None and find_spec("matplotlib") is None:
+    for option, path in files.items():
+        if path is None:
+            continue
+        existed = path.exists()
+        try:
+            with path.open("a"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"--{option} {path}: {error.strerror}. Choose a file that can be written.") from error
+        if not existed:
+            path.unlink()
+    plot = files.get("plot")
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {plot}: give a file that ends in .png, .svg or .pdf.")
+    if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed. Run pip install 'actstore[bench]'.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from actstore.bench.workloads import MODELS
+from actstore.display.text import finite
 
 SPREAD_PAIRS = 4  # quartiles need at least as many
 BUSY_SAMPLES = 8  # fewer samples give no verdict on the machine
@@ -222,11 +222,3 @@ def subject(work: dict[str, Any]) -> str:
     words = [f"{name} {work[name]:g}" for name in sizes[1:] if name in uses and work[name]]
     layers = [f"{work['layers']} layer{'s'[: work['layers'] > 1]}"] if "layers" in uses else []
     return f"{model}: {', '.join([*layers, *words, work['dtype']])}"
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

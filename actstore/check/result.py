@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from actstore.base.units import format_nbytes
 from actstore.display import html
+from actstore.display.text import finite
 from actstore.rerun.values import relative
 
 Verdict = Literal["equal", "within tolerance", "different", "no verdict"]
@@ -144,8 +144,8 @@ class GradientCheck:
         for name in ("parameters", "outputs", "buffers"):
             for row, written in zip(getattr(self, name), values[name], strict=True):
                 written["relative_error"] = row.relative_error
-        finite: dict[str, Any] = _finite(values)
-        return finite
+        found: dict[str, Any] = finite(values, as_text=True)
+        return found
 
     def __str__(self) -> str:
         lines = [self._headline(), *(f"  {what:<9}{text}" for what, text in self._facts())]
@@ -231,11 +231,3 @@ _PLURALS = ("gradients", "outputs", "buffers")
 
 def _figures(relative: float, largest: float) -> str:
     return f"relative error {relative:.2e}, largest difference {largest:.2e}"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,10 +14,9 @@ from typer.core import TyperGroup
 from actstore._version import __version__
 from actstore.bench.codecs.command import codecs
 from actstore.bench.compare import compare
-from actstore.bench.files import check_plot, check_writable
+from actstore.bench.files import check_outputs
 from actstore.bench.peers import rows as bench_rows
 from actstore.bench.peers.rows import Row
-from actstore.bench.result import Result
 from actstore.bench.workloads import MODELS, check, kind, sized
 from actstore.bench.workloads.user import is_users
 from actstore.bench.workloads.workload import Workload
@@ -25,7 +24,7 @@ from actstore.cli.doctor import doctor
 from actstore.cli.run import SETTINGS, run
 from actstore.cli.show import show
 from actstore.cli.steps import fit, inspect, plan, verify
-from actstore.display.text import TABLE_WIDTH
+from actstore.display.text import say
 from actstore.errors import ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -113,9 +112,7 @@ def bench(
     work.check_device()
     check(work)
     chosen = _rows(work, policy or [], rows)
-    for path, option in ((json, "--json"), (plot, "--plot")):
-        check_writable(path, option)
-    check_plot(plot)
+    check_outputs(json=json, plot=plot)
     if plot_memory not in ("held", "peak"):
         raise ConfigError(f"--plot-memory {plot_memory}: must be held or peak.")
     if disk_path is not None and not os.access(disk_path, os.W_OK | os.X_OK):
@@ -125,7 +122,9 @@ def bench(
     result = run_shown(work, chosen, disk_path, repeats, Console(stderr=True))
     if is_users(model) and result.rows[0].failed and len(result.rows) == 1:
         raise ConfigError(result.rows[0].failed.removeprefix("ConfigError: "))
-    _show(result)
+    from actstore.bench.table import render
+
+    say(render(result))
     if json is not None:
         result.write(json)
     if plot is not None:
@@ -149,12 +148,3 @@ def _rows(work: Workload, policies: list[str], names: str) -> list[Row]:
     rows = bench_rows.rows_for(kind(work.model).policies)
     mine = bench_rows.parse_policies(policies, rows)
     return bench_rows.select([*rows, *mine], [name.strip() for name in names.split(";") if name.strip()])
-
-
-def _show(result: Result) -> None:
-    from actstore.bench.table import render
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(render(result))

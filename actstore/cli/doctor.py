@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from actstore._version import __version__
 from actstore.base.units import format_nbytes
-from actstore.bench.files import check_writable
+from actstore.bench.files import check_outputs
 from actstore.cli.machine import PINNED_NBYTES, Allocator, Cuda, Disk, Kernels, Machine, Memory, machine
 from actstore.devices import cpu_memory
-from actstore.display.text import TABLE_WIDTH
+from actstore.display.text import say
 
 Row = tuple[str, RenderableType]
 
@@ -35,12 +35,9 @@ def doctor(
     For each missing feature it prints the command that installs it. Exit code 1: something that is installed does not
     work, or the folder cannot be written.
     """
-    check_writable(json, "--json")
+    check_outputs(json=json)
     found = machine(folder)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(render(found))
+    say(render(found))
     if json is not None:
         json.write_text(json_format.dumps(found.to_dict(), indent=2) + "\n")
     raise typer.Exit(int(bool(found.broken)))

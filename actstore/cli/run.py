@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from actstore.bench.files import check_writable
+from actstore.bench.files import check_outputs
 from actstore.errors import ConfigError
 from actstore.session.activation_store import MIN_NBYTES
 
@@ -61,7 +61,7 @@ def run(
         raise ConfigError(f"--budget {budget} and --policy {policy}: a budget chooses the policy. Give one of them.")
     if verify and inspect:
         raise ConfigError("--verify and --inspect: each runs the first step for itself. Give one of them.")
-    check_writable(report, "--report")
+    check_outputs(report=report)
     settings = Settings(
         policy=policy if budget is None else f"auto({budget})",
         models=tuple(model or ()),

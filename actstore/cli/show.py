@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from actstore import Plan
 from actstore.base.units import format_nbytes
 from actstore.bench.codecs.result import CodecResult
-from actstore.bench.files import check_plot, check_writable, reading
+from actstore.bench.files import check_outputs, reading
 from actstore.bench.result import Result
-from actstore.display.text import TABLE_WIDTH
+from actstore.display.text import say
 from actstore.errors import MALFORMED, ConfigError
 from actstore.results import Profile
 from actstore.trace import Trace
@@ -38,11 +38,10 @@ def show(
     step: Annotated[int | None, typer.Option(help="Step of the trace; by default the last complete one.")] = None,
 ) -> None:
     """Show a trace, a result of `actstore bench`, a plan or a profile, as tables and pictures."""
+    check_outputs(plot=plot, chrome=chrome)
     for path, option in ((plot, "--plot"), (chrome, "--chrome")):
-        check_writable(path, option)
         if path is not None and path.exists() and file.exists() and path.samefile(file):
             raise ConfigError(f"{option} {path} is the file to show. Choose another.")
-    check_plot(plot)
     if is_trace(_first_line(file)):
         _show_trace(Trace.read(file), plot, chrome, step)
         return
@@ -101,7 +100,7 @@ def _show_trace(trace: Trace, plot: Path | None, chrome: Path | None, step: int 
         have = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no events"
         raise ConfigError(f"--step {step} is not in the trace, which {have}.")
     step = trace.last_step() if step is None else step
-    _print(render(trace, step))
+    say(render(trace, step))
     if plot is not None:
         from actstore.trace.picture import save
 
@@ -201,7 +200,7 @@ def _show_result(result: Result | CodecResult, plot: Path | None) -> None:
     if isinstance(result, Result):
         from actstore.bench.table import render
 
-        _print(render(result))
+        say(render(result))
         if plot is not None:
             from actstore.bench.plot import save
 
@@ -209,15 +208,8 @@ def _show_result(result: Result | CodecResult, plot: Path | None) -> None:
     else:
         from actstore.bench.codecs.table import render as render_codecs
 
-        _print(render_codecs(result))
+        say(render_codecs(result))
         if plot is not None:
             from actstore.bench.codecs.plot import save as save_codecs
 
             save_codecs(result, plot)
-
-
-def _print(what: RenderableType) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(what)

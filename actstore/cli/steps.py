@@ -25,7 +25,7 @@ from actstore import (
     make_plan,
     measure_gradient_error,
 )
-from actstore.bench.files import check_plot, check_writable
+from actstore.bench.files import check_outputs
 from actstore.errors import ConfigError
 from actstore.inspection.fit.fit import POLICIES, log
 from actstore.inspection.result import MAX_ROWS, GroupBy
@@ -62,9 +62,7 @@ def inspect(
 
     The table has the lines of code whose operators save most in plain PyTorch.
     """
-    for path, option in ((plot, "--plot"), (html, "--html"), (json, "--json")):
-        check_writable(path, option)
-    check_plot(plot)
+    check_outputs(plot=plot, html=html, json=json)
     with users_code(script, "the step was inspected"):
         target = load(script, arguments or [])
         with closing(ActivationStore(target.model, policy)) as store:
@@ -103,7 +101,7 @@ def verify(
     Exit code 0: equal, or within the tolerance; 1: different; 2: no verdict. With --lossy: measure how far a lossy
     policy moves the gradients, and whether at random; exit code 1 if by more than a tolerance above 0.
     """
-    check_writable(json, "--json")
+    check_outputs(json=json)
     if not lossy and each_site:
         raise ConfigError("--each-site is for lossy policies. Give --lossy, too.")
     with users_code(script, "all was compared"):
@@ -160,9 +158,7 @@ def plan(
 
     Exit code 0: planned; 2: no plan fits, and the minimum is printed.
     """
-    for path, option in ((output, "--output"), (profile, "--profile"), (plot, "--plot")):
-        check_writable(path, option)
-    check_plot(plot)
+    check_outputs(output=output, profile=profile, plot=plot)
     if (budget is None) == (total is None):
         raise ConfigError("--budget, --total: exactly one must be given. Write --budget 20GiB, or --total 24GiB.")
     policy, tiers = Auto(budget, max_noise, total=total), tiers_of(host_budget, disk_budget, disk_path)
@@ -228,7 +224,7 @@ def fit(
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
     """Predict the memory of a training step under each policy, without needing it: nothing is computed."""
-    check_writable(json, "--json")
+    check_outputs(json=json)
     given = {name: size for name, size in (("batch", batch), ("context", context)) if size is not None}
     sizes = {name: int(size) if size.isdecimal() else size for name, size in given.items()}
     make_optimizer = torch.optim.AdamW if optimizer else None

@@ -1,10 +1,15 @@
-"""Lines and tables of plain text."""
+"""Lines and tables of plain text, and values that JSON can hold."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 WIDTH = 118
 TABLE_WIDTH = 100  # columns of tables when stdout is not a terminal
@@ -19,6 +24,27 @@ def short(value: object) -> str:
     """Return the `repr` of a value, at most 40 characters of it."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def finite(value: Any, *, as_text: bool = False) -> Any:
+    """Return dicts and lists of values for JSON, which has no NaN and no infinity: they become None, or text."""
+    if isinstance(value, dict):
+        return {name: finite(inner, as_text=as_text) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner, as_text=as_text) for inner in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value) if as_text else None
+    return value
+
+
+def say(what: RenderableType) -> None:
+    """Print what rich renders, in `TABLE_WIDTH` columns where stdout is not a terminal."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
+    console.print(what)
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:

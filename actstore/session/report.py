@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from actstore.accuracy.figures import ErrorFigures, format_error
 from actstore.accuracy.influence.effect import GradientEffect
 from actstore.base.units import format_nbytes
 from actstore.display import html
 from actstore.display.naming import joined, layer_pattern
-from actstore.display.text import columns
+from actstore.display.text import columns, finite
 from actstore.errors import ConfigError, StateError
 from actstore.policy import Keep, Rules
 from actstore.session.advice import why
@@ -206,7 +205,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return all figures as one JSON object, under the names of the attributes; null for NaN and infinity."""
-        return json.dumps(_finite(asdict(self)), indent=1)
+        return json.dumps(finite(asdict(self)), indent=1)
 
     def __str__(self) -> str:
         """Return the table of the layers, the totals and the advice."""
@@ -355,15 +354,6 @@ class Report:
 
 def _relative(site: SiteReport) -> float:
     return 0.0 if site.error is None else site.error.relative
-
-
-def _finite(value: Any) -> Any:
-    """Return the same value, with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _modules(sites: Iterable[SiteReport]) -> tuple[ModuleReport, ...]:

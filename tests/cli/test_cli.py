@@ -78,7 +78,6 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_a_probe_for_writing_leaves_nothing_and_keeps_what_is_there(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     old.write_text("old")
-    files.check_writable(old, "--json")
-    files.check_writable(tmp_path / "new.json", "--json")
+    files.check_outputs(html=old, json=tmp_path / "new.json")
     assert old.read_text() == "old"
     assert not (tmp_path / "new.json").exists()

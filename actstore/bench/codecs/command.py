@@ -19,10 +19,10 @@ from actstore.bench import data
 from actstore.bench.codecs.contenders import DEFAULT, Contender, Trip, select
 from actstore.bench.codecs.result import CodecResult, CodecRow, Speed
 from actstore.bench.environment import environment
-from actstore.bench.files import check_plot, check_writable
+from actstore.bench.files import check_outputs
 from actstore.bench.trainer import cores, relative_error
 from actstore.devices import cpu_memory
-from actstore.display.text import TABLE_WIDTH
+from actstore.display.text import say
 from actstore.errors import ConfigError, KernelUnavailable
 
 ERROR_DATA = ("gaussian", "student_t3", "hidden", "gelu", "relu", "softmax")
@@ -199,12 +199,12 @@ def codecs(
         size, error_rows, repeats, dtypes=tuple(dtype) if dtype else _DEFAULTS.dtypes, threads=threads, seed=seed
     )  # fmt: skip
     select(texts)
-    for path, option in ((json, "--json"), (plot, "--plot")):
-        check_writable(path, option)
-    check_plot(plot)
+    check_outputs(json=json, plot=plot)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a missing package for 4-bit products
     result = _run(setting, texts)
-    _show(result)
+    from actstore.bench.codecs.table import render
+
+    say(render(result))
     if json is not None:
         result.write(json)
     if plot is not None:
@@ -222,12 +222,3 @@ def _run(setting: Setting, texts: list[str]) -> CodecResult:
     total = len(texts or DEFAULT)
     with console.status("starting") as status:
         return run(setting, texts, lambda row: status.update(f"{row.codec} {row.dtype} is done; {total} codecs in all"))
-
-
-def _show(result: CodecResult) -> None:
-    from actstore.bench.codecs.table import render
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(render(result))

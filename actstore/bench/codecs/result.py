@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from actstore.bench.result import finite
+from actstore.display.text import finite
 
 
 @dataclass

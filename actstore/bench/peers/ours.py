@@ -14,8 +14,25 @@ from actstore.errors import CapacityError
 SETTLED_STEPS = 6  # with a plan before the timing starts: the store may notice a wrong plan and plan again
 
 
-class Ours(Wrap):
+class Stored(Wrap):
+    """A job with an ActivationStore; None before it is made."""
+
+    store: ActivationStore | None = None
+
+    def figures(self) -> dict[str, int]:
+        assert self.store is not None
+        report = self.store.report()
+        return {"peak_held_bytes": report.peak_held_bytes, "stored_bytes": report.stored_bytes}
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+
+class Ours(Stored):
     """ActivationStore with the policy of the row."""
+
+    store: ActivationStore
 
     def __init__(self, job: Job, policy: str, disk_path: str | None) -> None:
         super().__init__(job)
@@ -25,15 +42,8 @@ class Ours(Wrap):
         with self.store:
             return self.job.loss(*batch)
 
-    def figures(self) -> dict[str, int]:
-        report = self.store.report()
-        return {"peak_held_bytes": report.peak_held_bytes, "stored_bytes": report.stored_bytes}
 
-    def close(self) -> None:
-        self.store.close()
-
-
-class Planned(Wrap):
+class Planned(Stored):
     """ActivationStore with a plan, under a share of the bytes that plain autograd holds, counted in the first step.
 
     With `compiled` the plan is one for the graph of the model, which is compiled whole: its budget bounds the peak.
@@ -42,7 +52,6 @@ class Planned(Wrap):
     def __init__(self, job: Job, share: float, compiled: bool = False) -> None:
         super().__init__(job)
         self.share, self.compiled = share, compiled
-        self.store: ActivationStore | None = None
         self.settled, self._planned_steps = False, 0
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -65,15 +74,6 @@ class Planned(Wrap):
             if least is None:
                 raise
             raise NotApplicable(f"the least budget that is possible here is {format_nbytes(least)}") from error
-
-    def figures(self) -> dict[str, int]:
-        assert self.store is not None
-        report = self.store.report()
-        return {"peak_held_bytes": report.peak_held_bytes, "stored_bytes": report.stored_bytes}
-
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
 
 
 class CompiledGraph(Ours):
