@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from actstore.check.result import Difference, GradientCheck, TensorComparison, Verdict
-from actstore.check.run import Outcome, Runner, read_leaves, rows
-from actstore.check.watch import Key, first_difference
+from actstore.check.run import Key, Outcome, Runner, first_difference, read_leaves, rows
 from actstore.errors import ConfigError
 from actstore.policy.decision import policy_text
 from actstore.rerun.state import ModelState

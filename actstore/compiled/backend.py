@@ -13,10 +13,9 @@ import torch
 from torch.fx import GraphModule
 
 from actstore.compiled.budget.plan import RegionBudget
-from actstore.compiled.names import NodeNames
+from actstore.compiled.names import NodeNames, take_marks
 from actstore.compiled.region import accounted
 from actstore.compiled.rules import GraphRules
-from actstore.compiled.tags import take_marks
 from actstore.errors import CapacityError, ConfigError
 
 Compiler = Callable[..., Any]

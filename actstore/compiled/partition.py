@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.compiled.budget.plan import GraphPlan
 from actstore.compiled.budget_partition import Attempts, BudgetPartition
-from actstore.compiled.edit import Editor
+from actstore.compiled.edit import Decompositions, Editor, set_outputs
 from actstore.compiled.exact import depending_on_gradients
 from actstore.compiled.graph import (
     COPIES,
@@ -30,12 +30,10 @@ from actstore.compiled.graph import (
     readers_of_overwritten,
     root_of,
 )
-from actstore.compiled.names import NodeNames
+from actstore.compiled.names import NodeNames, tagged
 from actstore.compiled.plain_partition import Saved, is_extra, plain_saved, rows_again, saved_by
 from actstore.compiled.rules import ANY, GraphRules
-from actstore.compiled.splice import Decompositions, set_outputs
 from actstore.compiled.table import PAYLOAD, TOKEN, Table, attach, attach_plan, metadata_of_partition, running_plan
-from actstore.compiled.tags import tagged
 from actstore.compiled.treater import Treater
 from actstore.errors import StateError
 from actstore.policy import Recompute, Rules

@@ -42,10 +42,9 @@ from actstore.compiled.graph import (
     root_of,
     views_between,
 )
-from actstore.compiled.names import NodeNames
+from actstore.compiled.names import NodeNames, tagged
 from actstore.compiled.rules import GraphRules
 from actstore.compiled.table import INPUT, KEPT, PAYLOAD
-from actstore.compiled.tags import tagged
 from actstore.policy import Decision, Derive, Encode, Keep, Offload, may_be_lossy
 from actstore.policy.decision import waits_as
 

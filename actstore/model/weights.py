@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -20,15 +21,7 @@ from actstore.base.storage import storages_of
 from actstore.errors import MutationError, StateError
 from actstore.model.norms import STATISTICS, NormStatistics, give_back
 from actstore.model.snapshot import AS_IT_IS, Snapshot
-from actstore.model.tree import (
-    AttributeFound,
-    Entries,
-    ModuleTree,
-    has_version,
-    is_flat,
-    requires_grad_of,
-    versions_of,
-)  # fmt: skip
+from actstore.model.tree import AttributeFound, Entries, ModuleTree, has_version, is_flat, requires_grad_of, versions_of
 from actstore.model.writes import WatchedTensor, WriteHistory, by_copy
 
 MAX_COPIED_NBYTES = 2**12  # of a buffer that forward does not write to
@@ -368,3 +361,38 @@ def _put_back(tensor: Tensor, was: Tensor) -> bool:
 
 def _copies(buffers: Entries) -> Entries:
     return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+
+
+_parametrize: Any = parametrize
+
+
+class CachedWeights(Snapshot):
+    """Weights that `parametrize.cached()` has at hand when this object is made.
+
+    A forward that runs again computes those that it computed before. The object holds the memory of the weights, and
+    not their graph.
+    """
+
+    __slots__ = ("_weights",)
+
+    def __init__(self) -> None:
+        self._weights: dict[Any, Any] | None = None
+        if _parametrize._cache_enabled:
+            self._weights = {key: _alias(weight) for key, weight in _parametrize._cache.items()}
+
+    def rewound(self) -> AbstractContextManager[None]:
+        return AS_IT_IS if self._weights is None and not _parametrize._cache_enabled else self._placed()
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        now = _parametrize._cache_enabled, _parametrize._cache
+        _parametrize._cache_enabled = int(self._weights is not None)
+        _parametrize._cache = dict(self._weights or {})
+        try:
+            yield
+        finally:
+            _parametrize._cache_enabled, _parametrize._cache = now
+
+
+def _alias(weight: Any) -> Any:
+    return weight.detach().requires_grad_(weight.requires_grad) if isinstance(weight, Tensor) else weight

@@ -17,11 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from actstore.errors import StateError
 from actstore.model.generators import GeneratorStates
-from actstore.model.parametrizations import CachedWeights
 from actstore.model.snapshot import AS_IT_IS
 from actstore.model.torch_settings import TorchSettings, UserModes
 from actstore.model.tree import ABSENT, ModuleTree, is_constant, requires_grad_of, version_of, versions_of
-from actstore.model.weights import Weights
+from actstore.model.weights import CachedWeights, Weights
 from actstore.model.writes import WriteHistory
 from actstore.recompute.attribute_values import (
     MAX_WAITING_LENGTH,

@@ -27,7 +27,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     ConfigError : the name is not one word
     """
     if is_dynamo_compiling():
-        from actstore.compiled.tags import MARK
+        from actstore.compiled.names import MARK
 
         with annotate({MARK: name}):
             return tensor.view_as(tensor)  # compilers drop it

@@ -13,7 +13,7 @@ from actstore.base import extensions
 from actstore.base.units import parse_budget, parse_nbytes
 from actstore.devices import Device
 from actstore.errors import ActstoreError, ConfigError
-from actstore.tiers.base import Tier
+from actstore.tiers.base import Limited, Tier
 from actstore.tiers.device import DeviceTier, HostMemoryTier
 
 WHEN_FULL = ("wait", "keep", "spill")
@@ -325,8 +325,4 @@ def _budget_nbytes(budget: int | str | None, name: str) -> int | None:
 
 
 def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:
-    if budget_nbytes is None:
-        return tier
-    from actstore.tiers.limited import Limited
-
-    return Limited(tier, budget_nbytes)
+    return tier if budget_nbytes is None else Limited(tier, budget_nbytes)

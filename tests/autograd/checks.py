@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from actstore import ActivationStore
 from actstore.errors import PayloadError, TransferError
 from actstore.tiers import DeviceTier
+from actstore.tiers.base import Limited
 from actstore.tiers.disk import DiskTier
-from actstore.tiers.limited import Limited
 from actstore.transfer import Engine
 
 

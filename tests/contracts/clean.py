@@ -7,9 +7,9 @@ import pytest
 from actstore.base.ledger import Ledger
 from actstore.tiers import BufferPool, DeviceTier
 from actstore.tiers.arena import Arena
+from actstore.tiers.base import Limited
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.host import HostTier
-from actstore.tiers.limited import Limited
 from actstore.transfer import Engine
 
 

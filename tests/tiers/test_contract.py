@@ -10,10 +10,10 @@ from actstore.devices import Cpu
 from actstore.errors import StateError, TransferError
 from actstore.testing.tiers import check_tier, load, pattern, store
 from actstore.tiers import DeviceTier, HostMemoryTier
+from actstore.tiers.base import Limited
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.group import GroupTier
 from actstore.tiers.host import HostTier
-from actstore.tiers.limited import Limited
 from tests.devices.late import LateDevice
 from tests.tiers.wrappers import Faulty, Slow, Wrapper
 

@@ -9,7 +9,7 @@ import torch
 from actstore.devices import Cpu
 from actstore.errors import TransferError
 from actstore.tiers import DeviceTier
-from actstore.tiers.limited import Limited
+from actstore.tiers.base import Limited
 from tests.tiers.wrappers import Faulty, Wrapper
 
 CPU = Cpu(torch.device("cpu"))

@@ -14,9 +14,9 @@ from actstore import Disk, Group, Host, PluginTier, Window
 from actstore.base import extensions
 from actstore.errors import ConfigError, TransferError
 from actstore.tiers import Cpu, HostMemoryTier, group
+from actstore.tiers.base import Limited
 from actstore.tiers.disk import DiskTier
 from actstore.tiers.group import GroupTier
-from actstore.tiers.limited import Limited
 from actstore.tiers.options import open_tier, read_tiers
 
 CPU = Cpu(torch.device("cpu"))

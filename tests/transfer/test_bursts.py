@@ -12,7 +12,7 @@ from actstore.store.store import Store
 from actstore.store.tierset import StoreOptions
 from actstore.transfer import engine
 from actstore.transfer import window as bounds
-from actstore.transfer.bursts import Bursts
+from actstore.transfer.timekeeper import Bursts
 from tests.simulation import install, simulation
 from tests.transfer.programs import CPU, Owned
 
