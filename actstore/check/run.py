@@ -174,7 +174,7 @@ class RunWatch:
         found = reached - self._nodes
         self._nodes |= found
         numbers: Counter[str] = Counter()
-        for node in sorted(found, key=_age):
+        for node in sorted(found, key=lambda node: node._sequence_nr()):
             name = node.name()
             self._hooks.append(node.register_hook(self._watch_node(call.name, call.number, name, numbers[name])))
             numbers[name] += 1
@@ -231,10 +231,6 @@ def _watch_of(module: Module) -> RunWatch | None:
         return None
     watch: RunWatch | None = getattr(_running, "watch", None)
     return watch if watch is not None and module in watch.names and _current_graph_task_id() == -1 else None
-
-
-def _age(node: Node) -> int:
-    return node._sequence_nr()
 
 
 def _first_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:

@@ -97,7 +97,9 @@ class JointReader:
         rerun : names of operators that PyTorch itself runs twice
         lane : the way to the tier that saved tensors may wait in
         """
-        late = depending_on_gradients(self.nodes) | {node for node in self.nodes if _is_backward(node)}
+        late = depending_on_gradients(self.nodes) | {
+            node for node in self.nodes if node.meta.get("partitioner_tag") == "must_be_in_backward"
+        }
         operators = [self._operator(node, late=node in late, rerun=node.name in rerun) for node in self.nodes]
         returned = self._outputs[: self._num_outputs]
         gradients = self._outputs[self._num_outputs :]
@@ -232,10 +234,6 @@ class JointReader:
             nbytes = self._blocks.nbytes(part) if isinstance(part, Tensor) else 0
             left, found = (left, found + nbytes) if at in taken else (left + nbytes, found)
         return left, found
-
-
-def _is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") == "must_be_in_backward"
 
 
 def _is_barred(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of all callbacks: the context of the store around the loss, and reports at the end of training."""
+"""Parts of all callbacks: their store, its context around the loss, and its reports at the end of training."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import Module
 from actstore.errors import ConfigError, StateError
 from actstore.model.names import named_modules
 from actstore.session.activation_store import ActivationStore
+from actstore.session.arguments import check_policy
 from actstore.session.entries import is_active
 from actstore.session.job_report import JobReport
 
@@ -99,6 +100,59 @@ def _checkpointing(model: Module) -> Iterator[tuple[str, Module, Any]]:
 def _name(function: Any) -> str:
     owner = inspect.getmodule(function)
     return f"{owner.__name__ if owner else '?'}.{getattr(function, '__qualname__', function)}"
+
+
+class StoreCallback:
+    """The store of a framework's callback, from the start of training to its end.
+
+    Attributes
+    ----------
+    store : of the training that runs, or ran last; None before the first
+    job_report : the report of all ranks, on rank 0 of several, from the end of training on; otherwise None
+    """
+
+    def __init__(self, policy: Any, **options: Any) -> None:
+        check_policy(policy)
+        self._policy = policy
+        self._options = options
+        self.store: ActivationStore | None = None
+        self.job_report: JobReport | None = None
+
+    def _begin(self, model: Module, place: Any, logger: Logger) -> ActivationStore:
+        """Make the store for a model in its final form.
+
+        Parameters
+        ----------
+        place : of the framework, where the store is to be entered
+
+        Raises
+        ------
+        StateError : another callback enters a store there
+        ConfigError : as `refuse_checkpointing` and `ActivationStore`
+        """
+        other = getattr(place, "callback", None)
+        if other is not None:
+            raise StateError(
+                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}). Leave one "
+                "of them out: one policy has rules for all modules.",
+                callback=other,
+            )
+        refuse_checkpointing(model)
+        self.job_report = None
+        self.store = ActivationStore(model, self._policy, **self._options)
+        logger.info("activations of %s go by this policy: %s", type(model).__name__, self._policy)
+        return self.store
+
+    def _end(self, logger: Logger) -> None:
+        """Log the reports, and close the store."""
+        if self.store is not None:
+            self.job_report = log_reports(self.store, logger)
+        self._detach()
+
+    def _detach(self) -> None:
+        """Close the store."""
+        if self.store is not None:
+            self.store.close()
 
 
 def log_reports(store: ActivationStore, logger: Logger) -> JobReport | None:

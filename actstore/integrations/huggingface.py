@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from actstore.errors import ConfigError, StateError
-from actstore.integrations.callbacks import around_loss, log_reports, refuse_checkpointing
+from actstore.integrations.callbacks import StoreCallback, around_loss
 from actstore.integrations.figures import figures
 from actstore.session.activation_store import ActivationStore
-from actstore.session.arguments import check_policy
-from actstore.session.job_report import JobReport
 
 try:
     from transformers import TrainerCallback
@@ -29,7 +27,7 @@ except ModuleNotFoundError as error:
 _logger = logging.getLogger(__name__)
 
 
-class ActivationStoreCallback(TrainerCallback):
+class ActivationStoreCallback(StoreCallback, TrainerCallback):
     """Callback that trains with a store: ``Trainer(..., callbacks=[ActivationStoreCallback("recompute")])``.
 
     The store is entered around the loss of each training step, gradient accumulation included; evaluation is not
@@ -69,39 +67,25 @@ class ActivationStoreCallback(TrainerCallback):
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
-        check_policy(policy)
-        self._policy = policy
-        self._options = options
+        super().__init__(policy, **options)
         self._trainer: Any = None
-        self.store: ActivationStore | None = None
-        self.job_report: JobReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Build the store for the model, which is in its final form here, and make the Trainer enter it."""
         self._detach()
         trainer, checkpoint = self._find_trainer()
-        other = getattr(trainer.compute_loss_context_manager, "callback", None)
-        if other is not None:
-            raise StateError(
-                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}). Leave one "
-                "of them out: one policy has rules for all modules.",
-                callback=other,
-            )
         if args.n_gpu > 1:
             raise ConfigError(
                 f"the Trainer would run {args.n_gpu} devices by DataParallel, on threads that enter no store. Start a "
                 f"process for each device: torchrun --nproc-per-node {args.n_gpu}.",
                 devices=args.n_gpu,
             )
-        refuse_checkpointing(model)
-        self.job_report = None
-        self.store = store = ActivationStore(model, self._policy, **self._options)
+        store = self._begin(model, trainer.compute_loss_context_manager, _logger)
         if checkpoint is not None:
             _load(store, Path(checkpoint), args.process_index)
         trainer.compute_loss_context_manager = _Context(self, trainer.compute_loss_context_manager, store)
         trainer.log = _Log(trainer.log, store)
         self._trainer = trainer
-        _logger.info("activations of %s go by this policy: %s", type(model).__name__, self._policy)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Add the store's state to the checkpoint that the Trainer has saved."""
@@ -111,17 +95,14 @@ class ActivationStoreCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Log the reports, restore the Trainer and close the store."""
-        if self.store is not None:
-            self.job_report = log_reports(self.store, _logger)
-        self._detach()
+        self._end(_logger)
 
     def _detach(self) -> None:
         """Restore the Trainer and close its store. After training that failed, the next training does this."""
         if self._trainer is not None:
             del self._trainer.compute_loss_context_manager, self._trainer.log
             self._trainer = None
-        if self.store is not None:
-            self.store.close()
+        super()._detach()
 
     def _find_trainer(self) -> tuple[Any, Any]:
         """Return the Trainer that calls, and the folder of the checkpoint that it goes on from; None for none."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from actstore.errors import StateError
-from actstore.integrations.callbacks import around_loss, log_reports, refuse_checkpointing
+from actstore.integrations.callbacks import StoreCallback, around_loss
 from actstore.integrations.figures import figures
 from actstore.session.activation_store import ActivationStore
-from actstore.session.arguments import check_policy
-from actstore.session.job_report import JobReport
 
 try:
     from lightning.pytorch import Callback
@@ -29,7 +26,7 @@ except ModuleNotFoundError as error:
 _logger = logging.getLogger(__name__)
 
 
-class ActivationStoreCallback(Callback):
+class ActivationStoreCallback(StoreCallback, Callback):
     """Callback that trains with a store: ``Trainer(callbacks=[ActivationStoreCallback("recompute")])``.
 
     The store is entered around each `training_step`; validation and test are not stored. Its figures go to the loggers
@@ -63,35 +60,21 @@ class ActivationStoreCallback(Callback):
     """
 
     def __init__(self, policy: Any, **options: Any) -> None:
-        check_policy(policy)
-        self._policy = policy
-        self._options = options
+        super().__init__(policy, **options)
         self._logged = -1
         self._strategy: Any = None
         self._state: dict[str, Any] | None = None  # loaded, for the next store
-        self.store: ActivationStore | None = None
-        self.job_report: JobReport | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the store for the model, which is in its final form here, and make the strategy enter it."""
         self._detach()
-        other = getattr(trainer.strategy.training_step, "callback", None)
-        if other is not None:
-            raise StateError(
-                f"this Trainer has another ActivationStoreCallback already (policy {other._policy!r}). Leave one "
-                "of them out: one policy has rules for all modules.",
-                callback=other,
-            )
-        refuse_checkpointing(pl_module)
-        self.job_report = None
-        self.store = store = ActivationStore(pl_module, self._policy, **self._options)
+        store = self._begin(pl_module, trainer.strategy.training_step, _logger)
         state, self._state = self._state, None
         if state is not None:
             store.load_state_dict(state)
         self._strategy = trainer.strategy
         self._strategy.training_step = _TrainingStep(self, trainer.strategy.training_step, store)
         self._logged = -1
-        _logger.info("activations of %s go by this policy: %s", type(pl_module).__name__, self._policy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the store's state for a checkpoint of the Trainer; empty before training."""
@@ -116,9 +99,7 @@ class ActivationStoreCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the reports, restore the strategy and close the store."""
-        if self.store is not None:
-            self.job_report = log_reports(self.store, _logger)
-        self._detach()
+        self._end(_logger)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the strategy and close the store."""
@@ -128,8 +109,7 @@ class ActivationStoreCallback(Callback):
         if self._strategy is not None:
             del self._strategy.training_step
             self._strategy = None
-        if self.store is not None:
-            self.store.close()
+        super()._detach()
 
 
 class _TrainingStep:

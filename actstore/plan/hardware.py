@@ -46,79 +46,53 @@ class Hardware:
     memory: float = inf
 
 
+def _gpu(links: Links, node: Links, tflops: float, single_tflops: float, memory_gbps: float, memory: float) -> Hardware:
+    """Return a GPU with the assumptions about copies that all share."""
+    return Hardware(
+        links,
+        node,
+        latency=0.01,
+        both_ways=0.9,
+        flops=tflops * TFLOPS,
+        single_flops=single_tflops * TFLOPS,
+        memory_rate=memory_gbps * GBPS,
+        memory=memory,
+    )
+
+
+_PCIE4 = Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS)
+_ONE_DISK = Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS)
+
 # NVIDIA H100 data sheet, SXM5: 989 TFLOPS, 67 of float32, 3.35 TB/s, 80 GB, PCIe 5.0. Disk: two drives.
-H100_SXM = Hardware(
+H100_SXM = _gpu(
     Links(55 * GBPS, 55 * GBPS, 12 * GBPS, 13 * GBPS),
     Links(disk_out=12 * GBPS, disk_back=13 * GBPS),
-    latency=0.01,
-    both_ways=0.9,
-    flops=989 * TFLOPS,
-    single_flops=67 * TFLOPS,
-    memory_rate=3350 * GBPS,
-    memory=80e9,
-)
+    989, 67, 3350, 80e9,
+)  # fmt: skip
 
 # NVIDIA A100 data sheet, 80 GB PCIe: 312 TFLOPS, 19.5 of float32, 1,935 GB/s, PCIe 4.0.
-A100_PCIE = Hardware(
-    Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
-    Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
-    latency=0.01,
-    both_ways=0.9,
-    flops=312 * TFLOPS,
-    single_flops=19.5 * TFLOPS,
-    memory_rate=1935 * GBPS,
-    memory=80e9,
-)
+A100_PCIE = _gpu(_PCIE4, _ONE_DISK, 312, 19.5, 1935, 80e9)
 
 # NVIDIA A100 data sheet, 80 GB SXM: as above, but 2,039 GB/s. On a DGX A100 two devices share the PCIe 4.0 x16 of one
 # switch: eight have 100 GB/s together.
-A100_SXM = Hardware(
-    Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
-    Links(100 * GBPS, 100 * GBPS, 5 * GBPS, 6.5 * GBPS),
-    latency=0.01,
-    both_ways=0.9,
-    flops=312 * TFLOPS,
-    single_flops=19.5 * TFLOPS,
-    memory_rate=2039 * GBPS,
-    memory=80e9,
-)
+A100_SXM = _gpu(_PCIE4, Links(100 * GBPS, 100 * GBPS, 5 * GBPS, 6.5 * GBPS), 312, 19.5, 2039, 80e9)
 
 # NVIDIA GH200 data sheet, 96 GB: 990 TFLOPS, 67 of float32, 4 TB/s. The link is NVLink-C2C, 450 GB/s each way on paper;
 # on one machine copies out reached 170 GB/s and copies back 411.
-GH200 = Hardware(
-    Links(170 * GBPS, 411 * GBPS, 5 * GBPS, 6.5 * GBPS),
-    Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
-    latency=0.01,
-    both_ways=0.9,
-    flops=990 * TFLOPS,
-    single_flops=67 * TFLOPS,
-    memory_rate=4000 * GBPS,
-    memory=96e9,
-)
+GH200 = _gpu(Links(170 * GBPS, 411 * GBPS, 5 * GBPS, 6.5 * GBPS), _ONE_DISK, 990, 67, 4000, 96e9)
 
 # NVIDIA Ada white paper, RTX 4090: 165.2 TFLOPS (accumulating in float32), 82.6 of float32, 1,008 GB/s, 24 GB, PCIe
 # 4.0.
-RTX_4090 = Hardware(
-    Links(25 * GBPS, 25 * GBPS, 5 * GBPS, 6.5 * GBPS),
-    Links(disk_out=5 * GBPS, disk_back=6.5 * GBPS),
-    latency=0.01,
-    both_ways=0.9,
-    flops=165.2 * TFLOPS,
-    single_flops=82.6 * TFLOPS,
-    memory_rate=1008 * GBPS,
-    memory=24e9,
-)
+RTX_4090 = _gpu(_PCIE4, _ONE_DISK, 165.2, 82.6, 1008, 24e9)
 
 # NVIDIA Titan V page: 110 TFLOPS of float16, 5,120 cores at 1.455 GHz, 652.8 GB/s, 12 GB, PCIe 3.0 x16.
-TITAN_V = Hardware(
+TITAN_V = _gpu(
     Links(12 * GBPS, 12 * GBPS, 2 * GBPS, 3 * GBPS),
     Links(disk_out=2 * GBPS, disk_back=3 * GBPS),
-    latency=0.01,
-    both_ways=0.9,
-    flops=110 * TFLOPS,
-    single_flops=14.9 * TFLOPS,
-    memory_rate=652.8 * GBPS,
-    memory=12e9,
+    110,
+    14.9,
+    652.8,
+    12e9,
 )
 
 PRESETS = {

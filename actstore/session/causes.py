@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch.nn import Module
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from actstore.session.applied_policy import AppliedPolicy
     from actstore.session.controllers import StepPolicy
 
+_saved, _held_at_exit = attrgetter("saved"), attrgetter("held_at_exit")
 PLANNING_CHOOSERS = ("auto", "plan")  # they plan for bytes on their way, and for decoded and recomputed tensors
 BACKWARD_WORK = ("compiled", "decoding", "derivation", "recomputation")
 
@@ -226,16 +228,8 @@ class Step:
         return max(0, at_exit - (peak.peak - peak.nbytes))
 
 
-def _saved(account: Account) -> int:
-    return account.saved
-
-
 def _held(account: Account) -> int:
     return min(account.saved, account.held_at_exit)
-
-
-def _held_at_exit(account: Account) -> int:
-    return account.held_at_exit
 
 
 def _first_tier(account: Account) -> str:

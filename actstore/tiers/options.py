@@ -39,8 +39,30 @@ class TierOptions(Protocol):
         """
 
 
+class _Budgeted:
+    """The budget of a tier's options."""
+
+    budget: int | str | None
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """Limit of the bytes that wait there, of this process; None for no limit."""
+        return None if self.budget is None else parse_budget(self.budget, self._budget_name)
+
+    @property
+    def _budget_name(self) -> str:
+        return f"{type(self).__name__}(budget)"
+
+    def __post_init__(self) -> None:
+        _ = self.budget_nbytes  # refuses what does not parse
+
+    def _limited(self, tier: Tier) -> Tier:
+        """Return the tier within the budget."""
+        return tier if (nbytes := self.budget_nbytes) is None else Limited(tier, nbytes)
+
+
 @dataclass(frozen=True)
-class Host:
+class Host(_Budgeted):
     """Host memory, pinned where the compute device is a GPU.
 
     Parameters
@@ -56,25 +78,17 @@ class Host:
     name: ClassVar[str] = "host"
     budget: int | str | None = None
 
-    def __post_init__(self) -> None:
-        _ = self.budget_nbytes
-
-    @property
-    def budget_nbytes(self) -> int | None:
-        """Limit of the bytes that wait there, of this process; None for no limit."""
-        return _budget_nbytes(self.budget, "Host(budget)")
-
     def open(self, device: Device) -> Tier:
         """Open the tier for payloads of `device`."""
         if device.on_host:
-            return _limited(HostMemoryTier(device), self.budget_nbytes)
+            return self._limited(HostMemoryTier(device))
         from actstore.tiers.host import HostTier
 
         return HostTier(device, self.budget_nbytes)
 
 
 @dataclass(frozen=True)
-class Disk:
+class Disk(_Budgeted):
     """A nameless file in a folder, gone with the process.
 
     Parameters
@@ -96,14 +110,9 @@ class Disk:
     gpu_direct: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.budget_nbytes
+        super().__post_init__()
         if not isinstance(self.path, str | PathLike | None):
             raise ConfigError(f"Disk(path)={self.path!r}: must be a folder. For a limit write Disk(budget=...).")
-
-    @property
-    def budget_nbytes(self) -> int | None:
-        """Limit of the bytes that wait there, of this process; None for no limit."""
-        return _budget_nbytes(self.budget, "Disk(budget)")
 
     def open(self, device: Device) -> Tier:
         """Open the tier for payloads of `device`.
@@ -114,11 +123,11 @@ class Disk:
         """
         from actstore.tiers.disk import DiskTier
 
-        return _limited(DiskTier(self.path, device, gpu_direct=self.gpu_direct), self.budget_nbytes)
+        return self._limited(DiskTier(self.path, device, gpu_direct=self.gpu_direct))
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(_Budgeted):
     """The memory of all ranks of a process group, for tensors that are equal on all of them.
 
     Each rank keeps one slice of a tensor, and backward reads the rest from the other ranks. Before a rank lets the rest
@@ -142,7 +151,7 @@ class Group:
     wait_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _ = self.budget_nbytes
+        super().__post_init__()
         if not 0 < self.wait_s < float("inf"):
             raise ConfigError(f"Group(wait_s={self.wait_s!r}): must be seconds above 0. Use 600 for ten minutes.")
         group = self._process_group
@@ -152,11 +161,6 @@ class Group:
                 "dimension. Call init_process_group first, and give torch.distributed.group.WORLD or what new_group "
                 "returns."
             )
-
-    @property
-    def budget_nbytes(self) -> int | None:
-        """Limit of the bytes that wait there, of this process; None for no limit."""
-        return _budget_nbytes(self.budget, "Group(budget)")
 
     @property
     def _process_group(self) -> Any:
@@ -172,11 +176,11 @@ class Group:
         """
         from actstore.tiers.group import GroupTier
 
-        return _limited(GroupTier(self._process_group, self.wait_s, on_host=device.on_host), self.budget_nbytes)
+        return self._limited(GroupTier(self._process_group, self.wait_s, on_host=device.on_host))
 
 
 @dataclass(frozen=True, init=False)
-class PluginTier:
+class PluginTier(_Budgeted):
     """A tier of another package, with arguments for it.
 
     Parameters
@@ -194,16 +198,15 @@ class PluginTier:
     budget: int | str | None
     arguments: Mapping[str, Any]
 
+    @property
+    def _budget_name(self) -> str:
+        return f"PluginTier({self.name!r}, budget)"
+
     def __init__(self, name: str, budget: int | str | None = None, **arguments: Any) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "budget", budget)
         object.__setattr__(self, "arguments", arguments)
-        _ = self.budget_nbytes
-
-    @property
-    def budget_nbytes(self) -> int | None:
-        """Limit of the bytes that wait there, of this process; None for no limit."""
-        return _budget_nbytes(self.budget, f"PluginTier({self.name!r}, budget)")
+        super().__post_init__()
 
     def open(self, device: Device) -> Tier:
         """Open the tier for payloads of `device`.
@@ -229,7 +232,7 @@ class PluginTier:
                 f"Repair or uninstall its package: {extensions.source(extensions.TIERS, self.name)}.",
                 tier=self.name,
             ) from error
-        return _limited(tier, self.budget_nbytes)
+        return self._limited(tier)
 
 
 @dataclass(frozen=True)
@@ -318,11 +321,3 @@ def open_tier(name: str, device: Device, options: Mapping[str, TierOptions]) -> 
         raise ConfigError("the tier 'group' needs its process group. Give tiers=[Group(dist.group.WORLD)].", tier=name)
     defaults: dict[str, TierOptions] = {"host": Host(), "disk": Disk()}
     return (options.get(name) or defaults.get(name) or PluginTier(name)).open(device)
-
-
-def _budget_nbytes(budget: int | str | None, name: str) -> int | None:
-    return None if budget is None else parse_budget(budget, name)
-
-
-def _limited(tier: Tier, budget_nbytes: int | None) -> Tier:
-    return tier if budget_nbytes is None else Limited(tier, budget_nbytes)

@@ -27,11 +27,13 @@ def render(result: CodecResult) -> RenderableType:
     lossy = [row for row in result.good if row.error and not row.lossless]
     if lossy:
         parts.append(Text("Relative error in %, by data", style="bold"))
-        parts.append(_by_data([(row, _percents(row)) for row in lossy]))
+        errors = [(row, {name: _percent(error) for name, error in row.error.items()}) for row in lossy]
+        parts.append(_by_data(errors))
     variable = [row for row in result.good if row.ratio_by_data and not row.fixed]
     if variable:
         parts.append(Text("Ratio where the size is not fixed, by data", style="bold"))
-        parts.append(_by_data([(row, _ratios(row)) for row in variable]))
+        ratios = [(row, {name: f"{ratio:.2f}" for name, ratio in row.ratio_by_data.items()}) for row in variable]
+        parts.append(_by_data(ratios))
     parts += [Text(f"{row.codec}: {row.failed}", style="yellow" if row.missing else "red") for row in result.failed]
     return Group(*parts, Text(_LEGEND, style="dim"))
 
@@ -82,15 +84,7 @@ def _by_data(rows: list[tuple[CodecRow, dict[str, str]]]) -> Table:
     return table
 
 
-def _percents(row: CodecRow) -> dict[str, str]:
-    return {name: _percent(error) for name, error in row.error.items()}
-
-
 def _percent(error: float | None) -> str:
     if error is None or not math.isfinite(error):
         return "not finite"
     return "0 (exact)" if error == 0 else f"{100 * error:.2f}"
-
-
-def _ratios(row: CodecRow) -> dict[str, str]:
-    return {name: f"{ratio:.2f}" for name, ratio in row.ratio_by_data.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -160,11 +161,9 @@ def make_lora(work: Workload) -> Job:
     return Job(work, model, model.blocks, Batches(work))
 
 
-LORA = Kind(
+LORA = replace(
+    KIND,
     title="a LoRA fine-tune of a frozen Llama on English text",
-    default=Workload("lora", layers=6, width=256, heads=8, context=256, batch=6),
-    uses=("layers", "width", "heads", "context", "batch"),
+    default=replace(KIND.default, model="lora"),
     make=make_lora,
-    check=check,
-    policies=PARTS,
 )

@@ -113,7 +113,7 @@ class _Plans:
                 row = rows[plan.text] = self.row(plan)
             if row.most_bytes <= limit:
                 best, low = row._replace(budget_bytes=budget), budget
-                if row.most_bytes >= CLOSE_SHARE * limit or _keeps_all(plan):
+                if row.most_bytes >= CLOSE_SHARE * limit or all(each.decision == KEEP for each in plan.rows):
                     break
             else:
                 high = budget
@@ -163,7 +163,3 @@ def planned(text: str, limit: int | None) -> Planned | None:
             "a plan without losses, or make one with `actstore plan`."
         )
     return None if chooser is None else Planned(text, limit, chooser)
-
-
-def _keeps_all(plan: Plan) -> bool:
-    return all(row.decision == KEEP for row in plan.rows)
