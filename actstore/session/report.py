@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from actstore.base.ledger import Account, Circumstances, Ledger
 
 HEAD = ("tensors", "saved", "stored", "held", "live", "decision")  # after the name
+SUMS = ("saved_bytes", "stored_bytes", "live_bytes", "offload_ms", "fetch_ms", "stall_ms", "hits", "late", "misses")
 ERROR = "error"  # a column before the decision, if a site is lossy
 MAX_ROWS = 24  # of a printed table
 By = Literal["layers", "modules", "sites"]
@@ -185,17 +186,9 @@ class Report:
             if account.count or account.saved or account.held_at_exit or account.held or account.away
         )
         return cls(
-            saved_bytes=sum(site.saved_bytes for site in sites),
-            stored_bytes=sum(site.stored_bytes for site in sites),
+            **{name: sum(getattr(site, name) for site in sites) for name in SUMS},
             held_bytes=ledger.held_at_exit,
             peak_held_bytes=ledger.peak,
-            live_bytes=sum(site.live_bytes for site in sites),
-            offload_ms=sum(site.offload_ms for site in sites),
-            fetch_ms=sum(site.fetch_ms for site in sites),
-            stall_ms=sum(site.stall_ms for site in sites),
-            hits=sum(site.hits for site in sites),
-            late=sum(site.late for site in sites),
-            misses=sum(site.misses for site in sites),
             advice=advice,
             media=tuple(MediumReport(tier, now, peak) for tier, (now, peak) in sorted(ledger.media.items())),
             sites=sites,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actstore.bench.workloads import text
-from actstore.bench.workloads.job import PARTS, Job, Kind
+from actstore.bench.workloads.job import PARTS, Kind, in_blocks
 from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.bench.workloads.workload import Workload
 
@@ -69,16 +69,11 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def make(work: Workload) -> Job:
-    model = GPT(work).to(work.device)
-    return Job(work, model, model.blocks, Batches(work))
-
-
 KIND = Kind(
     title="a small GPT on English text",
     default=Workload(),
     uses=("layers", "width", "heads", "context", "batch", "dropout"),
-    make=make,
+    make=in_blocks(GPT, Batches),
     check=text.check,
     policies=PARTS,
 )

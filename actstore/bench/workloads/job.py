@@ -69,6 +69,18 @@ class Job:
         torch.autograd.backward(loss if scale is None else loss * scale)
 
 
+def in_blocks(
+    model: Callable[[Workload], nn.Module], batches: Callable[[Workload], Callable[[int], Batch]]
+) -> Callable[[Workload], Job]:
+    """Return a function that makes the job of a model whose repeated parts are its `blocks`."""
+
+    def make(work: Workload) -> Job:
+        built: Any = model(work).to(work.device)
+        return Job(work, built, built.blocks, batches(work))
+
+    return make
+
+
 def fix_seed(seed: int) -> None:
     """Seed the generators that a step may draw from."""
     torch.manual_seed(seed)

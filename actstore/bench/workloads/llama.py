@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actstore.bench.workloads import text
-from actstore.bench.workloads.job import PARTS, Job, Kind
+from actstore.bench.workloads.job import PARTS, Job, Kind, in_blocks
 from actstore.bench.workloads.text import Batches, vocabulary
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
@@ -112,16 +112,11 @@ def check(work: Workload) -> None:
         raise ConfigError(f"--width {work.width} over --heads {work.heads}: rotary positions want an even number.")
 
 
-def make(work: Workload) -> Job:
-    model = Llama(work).to(work.device)
-    return Job(work, model, model.blocks, Batches(work))
-
-
 KIND = Kind(
     title="a small Llama on English text",
     default=Workload("llama", layers=6, width=256, heads=8, context=256, batch=6),
     uses=("layers", "width", "heads", "context", "batch"),
-    make=make,
+    make=in_blocks(Llama, Batches),
     check=check,
     policies=PARTS,
 )

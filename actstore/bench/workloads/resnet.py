@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from actstore.bench.workloads import digits
 from actstore.bench.workloads.digits import CLASSES, Digits
-from actstore.bench.workloads.job import Job, Kind
+from actstore.bench.workloads.job import Kind, in_blocks
 from actstore.bench.workloads.workload import Workload
 
 STAGES = 3
@@ -80,16 +80,11 @@ def _blocks(width: int, layers: int) -> Iterator[Block]:
             channels = out
 
 
-def make(work: Workload) -> Job:
-    model = ResNet(work).to(work.device)
-    return Job(work, model, model.blocks, Digits(work))
-
-
 KIND = Kind(
     title="a ResNet on handwritten digits",
     default=Workload("resnet", layers=3, width=32, heads=1, context=32, batch=32),
     uses=("layers", "width", "context", "batch"),
-    make=make,
+    make=in_blocks(ResNet, Digits),
     check=digits.check,
     policies=("zmask",),
 )

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from actstore.bench.workloads import digits
 from actstore.bench.workloads.digits import CLASSES, Digits
 from actstore.bench.workloads.gpt import Block
-from actstore.bench.workloads.job import PARTS, Job, Kind
+from actstore.bench.workloads.job import PARTS, Kind, in_blocks
 from actstore.bench.workloads.workload import Workload
 from actstore.errors import ConfigError
 
@@ -43,16 +43,11 @@ def check(work: Workload) -> None:
         raise ConfigError(f"--context {work.context}: a side of an image must be a multiple of {PATCH_PIXELS} pixels.")
 
 
-def make(work: Workload) -> Job:
-    model = ViT(work).to(work.device)
-    return Job(work, model, model.blocks, Digits(work))
-
-
 KIND = Kind(
     title="a vision transformer on handwritten digits",
     default=Workload("vit", layers=6, width=192, heads=3, context=32, batch=32),
     uses=("layers", "width", "heads", "context", "batch", "dropout"),
-    make=make,
+    make=in_blocks(ViT, Digits),
     check=check,
     policies=PARTS,
 )
