@@ -14,7 +14,7 @@ from rich.text import Text
 from actstore.bench.comparison import Change, changes, differences, only, packages
 from actstore.bench.files import reading
 from actstore.bench.result import Result
-from actstore.bench.table import MIB
+from actstore.bench.table import mib, number
 from actstore.display.text import say
 from actstore.errors import MALFORMED, ConfigError
 
@@ -121,20 +121,12 @@ def _verdict(change: Change, limit: float) -> tuple[str, str | None]:
 def _cells(change: Change) -> list[str]:
     old, new, time, held = change.old, change.new, change.time, change.held
     return [
-        f"{_number(old.ratio, '.2f')} → {_number(new.ratio, '.2f')}",
+        f"{number(old.ratio, '.2f')} → {number(new.ratio, '.2f')}",
         "-" if time is None else f"{time.middle - 1:+.1%}",
         "-" if time is None else f"{100 * (time.low - 1):+.0f} .. {time.high - 1:+.0%}",
-        f"{_mib(old.held_bytes)} → {_mib(new.held_bytes)}",
+        f"{mib(old.held_bytes)} → {mib(new.held_bytes)}",
         "-" if held is None else f"{held.middle - 1:+.1%}",
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _mib(nbytes: int | None) -> str:
-    return _number(None if nbytes is None else nbytes / MIB, ".1f")
 
 
 def _legend(limit: float) -> str:

@@ -33,7 +33,7 @@ def rows_table(result: Result) -> Table:
     for column in (*_COLUMNS, _LIBRARIES):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result.rows:
-        table.add_row(Text(row.name), *cells(row), _mib(row.libraries_bytes), style="red" if row.failed else None)
+        table.add_row(Text(row.name), *cells(row), mib(row.libraries_bytes), style="red" if row.failed else None)
     return table
 
 
@@ -82,26 +82,28 @@ def _title(result: Result) -> str:
 def cells(row: RowResult) -> list[str]:
     fraction = row.held_fraction
     return [
-        _number(row.step_ms, ".1f" if (row.step_ms or 0) < 100 else ".0f"),
+        number(row.step_ms, ".1f" if (row.step_ms or 0) < 100 else ".0f"),
         _ratio(row),
-        _mib(row.saved_bytes),
-        _mib(row.held_bytes),
-        _number(None if fraction is None else 100 * fraction, ".1f"),
-        _mib(row.peak_bytes),
-        _number(row.loss, ".4f"),
+        mib(row.saved_bytes),
+        mib(row.held_bytes),
+        number(None if fraction is None else 100 * fraction, ".1f"),
+        mib(row.peak_bytes),
+        number(row.loss, ".4f"),
         _error(row),
     ]
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """Format a figure; a hyphen for none."""
     return "-" if value is None else format(value, form)
 
 
 def _ratio(row: RowResult) -> str:
-    return _number(row.ratio, ".2f") + (f" ±{row.spread:.2f}" if row.spread else "")
+    return number(row.ratio, ".2f") + (f" ±{row.spread:.2f}" if row.spread else "")
 
 
-def _mib(nbytes: int | None) -> str:
+def mib(nbytes: int | None) -> str:
+    """Format bytes in MiB; a hyphen for none."""
     return "-" if nbytes is None else f"{nbytes / MIB:.1f}"
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from actstore.base.units import format_nbytes
 from actstore.inspection.timeline import MemoryPoint, Timeline
-from actstore.rerun.optimizers import leaves_of, live_optimizers
+from actstore.rerun.optimizers import live_optimizers, serving
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,11 @@ class BesideActivations:
         """
         if model is None:
             return cls(0, 0, 0)
-        parameters = list(model.parameters())
-        leaves = {id(leaf) for leaf in parameters}
-        states = [
-            optimizer.state.values()
-            for optimizer in {*live_optimizers(), *stepped}
-            if any(id(leaf) in leaves for leaf in leaves_of(optimizer))
-        ]
+        states = [list(optimizer.state.values()) for optimizer in serving(model, {*live_optimizers(), *stepped})]
         return cls(
-            _nbytes([*parameters, *model.buffers()]),
+            _nbytes([*model.parameters(), *model.buffers()]),
             gradients_bytes,
-            _nbytes(value for value in tree_leaves([list(each) for each in states]) if isinstance(value, Tensor)),
+            _nbytes(value for value in tree_leaves(states) if isinstance(value, Tensor)),
         )
 
     def bands(self, point: MemoryPoint) -> dict[str, int]:

@@ -27,7 +27,7 @@ from actstore.model.names import named_modules
 from actstore.model.units import device_of
 from actstore.policy import Offload, Policy, Recompute, Rules
 from actstore.policy.decision import waits_as
-from actstore.rerun.optimizers import leaves_of, live_optimizers
+from actstore.rerun.optimizers import live_optimizers, serving
 from actstore.session.arguments import read_policy
 from actstore.session.process import status_bytes
 from actstore.session.would_fit import Needs, needs_of
@@ -289,9 +289,8 @@ def away_from(device: torch.device | None) -> str:
 def _needs(forward: FailedForward, asked: int, again: set[str]) -> Needs | None:
     if forward.model is None:
         return None
-    mine = {id(parameter) for parameter in forward.model.parameters()}
     live = {*live_optimizers(), *forward.optimizers}  # gc.freeze hides some from the search
-    optimizers = [one for one in live if any(id(leaf) in mine for leaf in leaves_of(one))]
+    optimizers = serving(forward.model, live)
     return needs_of(forward.named, forward.blocks, forward.ledger.accounts(), optimizers, asked, again)
 
 
