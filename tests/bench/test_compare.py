@@ -15,6 +15,7 @@ from actstore.bench import compare
 from actstore.bench.comparison import changes, differences, packages
 from actstore.bench.result import Result
 from actstore.cli import app as cli
+from actstore.display.text import TABLE_WIDTH
 from actstore.errors import ConfigError
 
 
@@ -125,7 +126,7 @@ def test_rows_of_one_result_only_are_named(
     said = capsys.readouterr().out
     assert "a peer is in the old result only" in said
     assert "another peer is in the new result only" in said
-    assert max(map(len, said.splitlines())) <= compare.TABLE_WIDTH
+    assert max(map(len, said.splitlines())) <= TABLE_WIDTH
     assert "…" not in said
 
 
