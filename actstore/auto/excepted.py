@@ -1,4 +1,4 @@
-"""Exceptions from the recomputation of a unit: parts and operators of it that do not run again."""
+"""Exceptions from the recomputation of a unit: parts and operators that do not run again, or a part in tiles."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from actstore.base.checkpoints import CHECKPOINTS, innermost_pack
 from actstore.base.operators import operator_of_node
-from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute
+from actstore.base.trees import flatten
+from actstore.model.names import named_modules
+from actstore.model.units import can_run_again
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, TILED, TILES, except_from_recompute, in_tiles
 from actstore.plan.profile import UnitBytes, UnitFigures
+from actstore.policy.aliases import modules_of
 from actstore.policy.operators import covers
 from actstore.recompute.attributes import PartAttributes
+from actstore.recompute.decision_modes import modes_paused
 from actstore.recompute.outputs import can_wait
-from actstore.recompute.running import current
+from actstore.recompute.running import current, running
+from actstore.recompute.tiles import Slices, is_sum, runner
 
 OPERATORS = ("matmul", "sdpa", "conv")  # dear to compute, and their results are few
 MAX_EXCEPTED_PARTS = 2  # parts of a unit to try as exceptions: those that save most
@@ -34,12 +42,18 @@ class Separability:
     results : by unit or part, the bytes of its own results as "", and of each class of `OPERATORS` that ran in it
     bound : names of those that cannot be excepted: they change their arguments, leave objects in attributes, return
         what cannot wait, or run in a checkpoint of the model's own
+    sought : by name, the modules that may run in tiles; none where plans are exact
+    tiled : by name of those that can, the bytes of the results of their matrix products
+    untiled : by class of those that cannot, the reason
     """
 
     def __init__(self) -> None:
         self.seen = set[str]()
         self.bound = set[str]()
         self.results: dict[str, dict[str, int]] = {}
+        self.sought: dict[str, Module] = {}
+        self.tiled: dict[str, int] = {}
+        self.untiled: dict[str, str] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.seen and name not in self.bound
@@ -67,6 +81,8 @@ class Separability:
                 self.bound.add(name)
             self.results[name] = _results_between(leaves, output)
             self.seen.add(name)
+            if name in self.sought:
+                self._try_tiles(name, module, args, kwargs)
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
@@ -107,6 +123,66 @@ class Separability:
                 found = figures.get(decision)
                 if found is None or _gains(found, recompute, keep):
                     yield decision
+
+    def _try_tiles(self, name: str, module: Module, args: Any, kwargs: Any) -> None:
+        """Check that a module treats each token by itself, given the arguments of a call that has ended."""
+        why = "it writes to its arguments, leaves or returns objects, or runs in a checkpoint of the model's own"
+        if name not in self.bound:
+            leaves, form = flatten(args, kwargs)
+            try:
+                with running(None), modes_paused():
+                    slices = Slices(leaves, TILES, f"{name} ({TILED})")
+                    sums = is_sum(slices.check(runner(module.forward, leaves, form), {}))
+                why = "it returns sums over tokens" if sums else ""
+            except Exception as error:  # a refusal, or the module's own, of slices of its arguments
+                why = f"{type(error).__name__}: {error}"
+        if why:
+            self.untiled.setdefault(type(module).__name__, f"{name} is not planned in tiles: {why}")
+        else:
+            self.tiled[name] = self.results[name].get("matmul", 0)
+
+    def part_in_tiles(self, unit: str) -> str:
+        """Return the part of a unit that can run in tiles, by its name relative to that; the largest of several."""
+        inside = [name for name in self.tiled if name.startswith(f"{unit}.")]
+        return max(inside, key=self.tiled.__getitem__, default="")[len(unit) + 1 :]
+
+    def one_line(self, model: Module, blocks: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Return the decisions with one part of each block in tiles, by their text; nothing if `@mlp` are others."""
+        tiled = {block: in_tiles(part, RECOMPUTE) for block in blocks if (part := self.part_in_tiles(block))}
+        is_whole = tiled and len(tiled) == len(blocks) == len(modules_of("@mlp", model))
+        return {f"@mlp : {TILED}; @blocks : recompute": tiled} if is_whole else {}
+
+    def in_tiles(self, unit: str, again: Sequence[str], figures: Mapping[str, UnitFigures]) -> Iterator[str]:
+        """Yield the decisions with a part of a unit in tiles: those that were not tried yet, and those that need less.
+
+        Parameters
+        ----------
+        again : decisions that recompute the unit
+        figures : of all decisions that were measured
+        """
+        if part := self.part_in_tiles(unit):
+            for decision in again:
+                found, whole = figures.get(in_tiles(part, decision)), figures.get(decision)
+                if found is None or whole is None or found.transient < whole.transient:
+                    yield in_tiles(part, decision)
+
+
+def mlps_of(model: Module) -> dict[str, Module]:
+    """Return the modules of ``@mlp`` with modules inside, which tiles may take."""
+    named = dict(named_modules(model))
+    found = {name: named[name] for name in modules_of("@mlp", model)}
+    return {name: mlp for name, mlp in found.items() if next(mlp.children(), None) is not None and can_run_again(mlp)}
+
+
+def mlp_for_tiles(model: Module, unit: str) -> str:
+    """Return the name of the first module of `mlps_of` in a unit that tiles need not refuse; empty for none."""
+    inside = {name: mlp for name, mlp in mlps_of(model).items() if name.startswith(f"{unit}.")}
+    return next((name for name, mlp in inside.items() if not any(map(_refuses_tiles, mlp.modules()))), "")
+
+
+def _refuses_tiles(module: Module) -> bool:
+    """Return whether tiles refuse a module of PyTorch: its results depend on other tokens, or on random numbers."""
+    return module.training and (isinstance(module, _NormBase) or (isinstance(module, _DropoutNd) and module.p > 0))
 
 
 def _gains(found: UnitFigures, recompute: UnitFigures, keep: UnitFigures) -> bool:

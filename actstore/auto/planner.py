@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from actstore.auto.excepted import mlp_for_tiles
 from actstore.auto.machine import machine_of
 from actstore.auto.probes import Probes
 from actstore.auto.profiler import Profiler
@@ -89,6 +90,7 @@ class Planner:
     def end_probes(self) -> None:
         """End the steps that measure, before the first plan."""
         self._shift = max(self._shift, self.probes.excess)
+        self.history += (why for why in self._profiler.separability.untiled.values() if why not in self.history)
         if self.probes.has_met:
             self.probes.close()
 
@@ -157,7 +159,7 @@ class Planner:
         from actstore.plan.solver.microbatches import solve_step
 
         profile, grants = self.probes.profile(place.device.torch_device), self.grants
-        chain = chain_of(profile, grants.max_noise)
+        chain = chain_of(profile, grants.max_noise, tiles=grants.tiles)
         limits = limits_of(max(0.0, device - self._shift), grants.host, grants.disk, grants.max_noise)
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
@@ -170,7 +172,15 @@ class Planner:
             if (found := ran_within(chain, limits, steps, device)) is not None:
                 return profile, chain, limits, *found
             smallest = min((peak for _, peak in steps), default=inf)
-            raise too_small(refused, chain, limits, device, self._shift, self.probes.one_lines(), smallest) from None
+            limiting = [unit for unit in profile.units if unit.name == refused.facts.get("layer") and unit.recomputable]
+            remedy = self._remedy(limiting[0].name) if limiting else ""
+            policies = self.probes.one_lines()
+            raise too_small(refused, chain, limits, device, self._shift, policies, smallest, remedy) from None
+
+    def _remedy(self, unit: str) -> str:
+        """Return how a budget that a unit exceeds may do; empty where nothing is known."""
+        mlp = "" if self.grants.tiles else mlp_for_tiles(self._model, unit)
+        return mlp and f"Auto(..., tiles=True) may need less: it runs {mlp} in tiles, exact but for rounding."
 
 
 def least_of(refusal: CapacityError) -> float:
@@ -191,7 +201,7 @@ def unfit(plan: Plan | None, model: Module, device: torch.device) -> str:
 
 def changed(before: Grants, now: Grants) -> str:
     """Return in words which limits have changed."""
-    pairs = [(name, limit, asdict(now)[name]) for name, limit in asdict(before).items() if name != "max_noise"]
+    pairs = [(name, getattr(before, name), getattr(now, name)) for name in ("device", "host", "disk")]
     parts = (f"{name} {_limit(new)}, before {_limit(old)}" for name, old, new in pairs if old != new)
     return f"the budget has changed ({'; '.join(parts)})"
 
@@ -272,6 +282,9 @@ class GroupPlanner(Planner):
             new = self.least(place, refusal, plan)
             log.warning("%s, and no plan of the group keeps the budget: the one with the least memory runs next", why)
         return None if new.decisions == plan.decisions else new
+
+    def _remedy(self, unit: str) -> str:
+        return ""  # a group takes no tiles
 
     def _add(self, reports: Sequence[Report], peak: float = 0.0) -> list[Sample]:
         """Add the steps that all ranks have measured, and return them."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
+from actstore.auto.excepted import mlps_of
 from actstore.auto.forecast import Forecast
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of, memory_of
@@ -27,13 +28,13 @@ from actstore.base.spec import Site
 from actstore.model.blocks import has_forward
 from actstore.model.units import Shape, digest_of
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute, offloads
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute, has_tiles, offloads
 from actstore.plan.fields import read_as
 from actstore.plan.profile import Memory, Profile, SharedBytes, Unit, UnitFigures, medians
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.values import Grants
-from actstore.policy.aliases import attention_of
+from actstore.policy.aliases import modules_of
 from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
@@ -87,6 +88,7 @@ class Candidates:
             if replays := self._replays(shape.name):
                 return [*found, *replays]
             found += [f"recompute(raw @ {tier})" for tier in tiers]
+            found += self.in_tiles(shape.name, figures)
             keep = figures.get(KEEP)
             if keep is not None:
                 parts = {
@@ -109,6 +111,12 @@ class Candidates:
         some = [f"recompute(first={calls - kept})" for kept in (calls // 2, calls // 8, calls // 32) if kept]
         return [decision, *some] if decision == KEEP else [*some, decision]
 
+    def in_tiles(self, name: str, figures: Mapping[str, UnitFigures]) -> list[str]:
+        """Return the decisions with a part of a unit in tiles that may need less memory than without."""
+        again = [*(f"recompute(raw @ {tier})" for tier in self.tiers()), RECOMPUTE]
+        once = self.grants.tiles and self.recomputable(self.shapes[name]) and self.calls.chained(name) == 1
+        return list(self._profiler.separability.in_tiles(name, again, figures)) if once else []
+
     def finer(self, name: str) -> list[str]:
         """Return decisions on a unit that may need less memory than to recompute it as a whole."""
         shape = self.shapes[name]
@@ -120,7 +128,7 @@ class Candidates:
             if self._worth(f"{name}.{part}", module) and next(module.children(), None) is not None
         ]
         by_parts = ["; ".join(f"{part} : recompute" for part in parts)] if len(parts) > 1 else []
-        return self._replays(name) or by_parts
+        return self._replays(name) or [*self.in_tiles(name, {})[:1], *by_parts]
 
     def _replays(self, name: str) -> list[str]:
         """Return the replays to try on a unit that runs several times in a step."""
@@ -155,7 +163,7 @@ def one_lines(
     """
     units = list(units)
     inner = {block: [] for block in blocks}  # type: dict[str, list[str]]
-    for name in attention_of(model):
+    for name in modules_of("@attention", model):
         for block in blocks:
             if name.startswith(f"{block}."):
                 inner[block].append(name[len(block) + 1 :])
@@ -226,6 +234,8 @@ class Probes:
         self._links: Links | None = None if before is None else before._links
         met: WeakSet[Optimizer] = WeakSet() if before is None else before._optimizers.found
         self._optimizers: SteppedOptimizers = SteppedOptimizers(model, met)
+        if grants.tiles:
+            profiler.separability.sought = mlps_of(model)
 
     @property
     def has_met(self) -> bool:
@@ -254,7 +264,10 @@ class Probes:
 
     def least(self) -> dict[str, str]:
         """Return the decisions with the least memory, as far as known without a plan."""
-        return self._tries.least()
+        figures = self.figures() if self._grants.tiles else {}
+        known = {name: figures[kind] for name, kind in self._kinds.items() if kind in figures}
+        tiled = {name: self._tries.in_tiles(name, of_unit)[:1] for name, of_unit in known.items()}
+        return self._tries.least() | {name: one for name, each in tiled.items() for one in each if one in known[name]}
 
     def limit(self, grants: Grants) -> None:
         """Set the grants that later proposals must fit."""
@@ -273,6 +286,7 @@ class Probes:
             "links": None if self._links is None else asdict(self._links),
             "shared": [[asdict(each) for each in self._shared], self._shared_in, self._holds],
             "within": {kind: [[*each] for each in of_kind.items()] for kind, of_kind in self._within.items()},
+            "tiled": parts.tiled,
             "modules": [sorted(names) for names in (self._profiler.writers, parts.seen, parts.bound)],
         }
 
@@ -295,6 +309,7 @@ class Probes:
         parts = self._profiler.separability
         for names, found in zip((self._profiler.writers, parts.seen, parts.bound), state["modules"], strict=True):
             names.update(found)
+        self._profiler.separability.tiled.update(state.get("tiled", {}))
 
     def add(self, sample: Sample, peak: float = 0.0) -> None:
         """Add a step, and its peak where that is to be compared with the forecast."""
@@ -387,12 +402,13 @@ class Probes:
         untried = {
             name: decision
             for name in self._kinds
-            for decision in self._tries.finer(name)[:1]
+            for decision in reversed(self._tries.finer(name)[: 2 if self._grants.tiles else 1])
             if decision not in forecast.figures[name]
         }
         parts = {name: self._tries.shapes[name].parts.values() for name in untried}
         weighted = {name: sum(next(part.parameters(), None) is not None for part in parts[name]) for name in untried}
-        if not untried or forecast.lowest(weighted) > room:
+        tiled = any(map(has_tiles, untried.values()))  # these were asked for, so that a refusal has their figures
+        if not untried or (forecast.lowest(weighted) > room and not tiled):
             return None
         return self._tries.least() | untried
 
@@ -505,7 +521,8 @@ class Probes:
         """Return policies in one line for the model, by their text."""
         named = [name for name in self._kinds if name and self._tries.shapes[name].named]
         blocks = [name for name in named if self._tries.recomputable(self._tries.shapes[name])]
-        return one_lines(self._model, named, blocks, self._tries.tiers(), lossy=self._grants.max_noise > 0)
+        found = one_lines(self._model, named, blocks, self._tries.tiers(), lossy=self._grants.max_noise > 0)
+        return {**found, **self._profiler.separability.one_line(self._model, blocks)}
 
     def profile(self, device: torch.device) -> Profile:
         """Return all measurements so far as a profile."""
@@ -565,7 +582,8 @@ class Probes:
         sizes = (self._samples[other][0][0].total("saved") for other in others)
         # The first block may save what all share, such as rotary embeddings.
         saved = next((size for size in sizes if abs(size - saved) <= ALIKE * saved), saved)
-        kind = f"{alike}{saved}{self._calls.text(name)}"
+        tiled = self._profiler.separability.part_in_tiles(name)
+        kind = f"{alike}{saved}{self._calls.text(name)}{tiled and f' {tiled} in tiles'}"
         if not self._tries.shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
         return kind if self._tries.recomputable(self._tries.shapes[name]) else f"{kind} once"

@@ -31,7 +31,7 @@ from actstore.base.ticket import Ticket
 from actstore.codecs.base import Bound, Codec
 from actstore.devices import Device
 from actstore.model.units import original, shapes_of
-from actstore.plan.decisions import KEEP, RECOMPUTE, recomputed_calls
+from actstore.plan.decisions import KEEP, RECOMPUTE, has_tiles, recomputed_calls
 from actstore.plan.profile import SharedBytes, UnitBytes, UnitFigures
 from actstore.policy import Offload
 
@@ -264,6 +264,8 @@ class Profiler:
                     self._hooks.extend(self.separability.watch(name, module))
             elif isinstance(call, NamedCall):  # hooks of the module itself would recompile it in each step
                 self._hooks.append(call.watch(enter, leave))
+        for name in self.separability.sought.keys() - self._separable:
+            self._hooks.extend(self.separability.watch(name, self.separability.sought[name]))
 
     def end_forward(self) -> None:
         """Remove the hooks, after forward has ended or failed."""
@@ -416,7 +418,7 @@ class Profiler:
         for nbytes, savers, holder in storages:
             found = [(*self.find(name), is_input) for name, is_input in savers]
             units = [unit for unit in order if any(unit == name for name, _, _ in found)]
-            if len(units) == 1:
+            if len(units) == 1 and not has_tiles(decisions.get(units[0], KEEP)):
                 within = tuple(sorted({part for _, part, is_input in found if not is_input}))
                 if len(within) > 1:
                     nbytes += merged[units[0], within].nbytes if (units[0], within) in merged else 0

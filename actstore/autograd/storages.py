@@ -118,6 +118,12 @@ class Storages:
                 holder = frame.place.name if frame else kept.account.site.name if kept else None
                 yield SharedStorage(nbytes, savers, holder)
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count no bytes of `tensor`, which plain autograd would not hold: a copy of a slice."""
+        for storage in storages_of(tensor):
+            self.meet(storage._cdata, storage)
+            self.counted.add(storage._cdata)
+
     def uncount(self, key: int, saved: int) -> None:
         """Undo a count of `saved` bytes, because the handle that keeps the storage counts it."""
         if saved:

@@ -143,6 +143,7 @@ def plan(
         float,
         typer.Option(help="Share of the batch-to-batch noise of gradients that lossy payloads may add; 0: exact."),
     ] = 0.0,
+    tiles: Annotated[bool, typer.Option("--tiles", help="Let MLPs run in tiles, whose gradients round.")] = False,
     host_budget: Annotated[str | None, typer.Option(help="Upper bound in host memory.")] = None,
     disk_budget: Annotated[
         str | None, typer.Option(help="Upper bound on the disk; without it no disk is used.")
@@ -161,7 +162,8 @@ def plan(
     check_outputs(output=output, profile=profile, plot=plot)
     if (budget is None) == (total is None):
         raise ConfigError("--budget, --total: exactly one must be given. Write --budget 20GiB, or --total 24GiB.")
-    policy, tiers = Auto(budget, max_noise, total=total), tiers_of(host_budget, disk_budget, disk_path)
+    policy = Auto(budget, max_noise, total=total, tiles=tiles)
+    tiers = tiers_of(host_budget, disk_budget, disk_path)
     old = None if against is None else Plan.read(against)
     if script.endswith(".json"):
         if arguments or disk_path is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf, isfinite
 
-from actstore.plan.decisions import DERIVE, KEEP, by_part, excepted_part, recomputes, rules_of
+from actstore.plan.decisions import DERIVE, KEEP, by_part, excepted_part, has_tiles, recomputes, rules_of
 from actstore.plan.profile import Profile, Unit, UnitBytes, UnitFigures
 from actstore.plan.recurrent import recurrent_options
 from actstore.plan.solver.chain import Layer, LayerChain, LayerOption, Limits, SharedLayers
@@ -16,12 +16,13 @@ MAX_PARTS = 4  # parts of a unit with decisions of their own: those that save mo
 MIN_PART_SHARE = 0.08  # of the unit's saved bytes: a part that saves less gets no decision of its own
 
 
-def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
+def chain_of(profile: Profile, max_noise: float = 0.0, *, tiles: bool = False) -> LayerChain:
     """Return the chain of a measured step, with every measured option, and their combinations over parts of a unit.
 
     Parameters
     ----------
     max_noise : variance that payloads may add to the gradients; 0 leaves out all lossy options
+    tiles : whether gradients may differ by the rounding of tiles; False leaves these options out
     """
     layers = tuple(
         Layer(
@@ -33,7 +34,8 @@ def chain_of(profile: Profile, max_noise: float = 0.0) -> LayerChain:
             unit.turns,
         )
         for unit in profile.units
-        for figures in [profile.figures[unit.kind]]
+        for measured in [profile.figures[unit.kind]]
+        for figures in [measured if tiles else {d: f for d, f in measured.items() if not has_tiles(d)}]
         for keep in [kept(figures, unit.share)]
     )
     at = {layer.name: i for i, layer in enumerate(layers)}

@@ -14,6 +14,8 @@ from actstore.policy.decision import waits_as
 from actstore.policy.grammar import split_rules
 
 KEEP, DERIVE, RECOMPUTE = "keep", "derive", "recompute"
+TILES = 8  # slices of a part in tiles
+TILED = f"recompute(tiles={TILES})"
 
 
 @lru_cache(maxsize=4096)
@@ -32,8 +34,19 @@ def recomputes(decision: str) -> bool:
 
 
 def recomputes_all(decision: str) -> bool:
-    """Return whether a decision on a unit recomputes it as a whole."""
-    return [*by_part(decision)] == [""] and recomputes(decision)
+    """Return whether a decision on a unit recomputes it as a whole, maybe with a part in tiles."""
+    parts = by_part(decision)
+    return "" in parts and all(isinstance(each, Recompute) for each in parts.values())
+
+
+def in_tiles(part: str, again: str) -> str:
+    """Return the decision `again`, which recomputes a unit, with one part in tiles."""
+    return f"{part} : {TILED}; {again}"
+
+
+def has_tiles(decision: str) -> bool:
+    """Return whether a part of a unit runs in tiles."""
+    return any(isinstance(each, Recompute) and each.tiles for each in by_part(decision).values())
 
 
 def recomputed_calls(decision: str) -> int | None:

@@ -41,6 +41,7 @@ def plan_of(
             "host": grants.host,
             "disk": grants.disk,
             "max_noise": grants.max_noise,
+            **({"tiles": 1.0} if grants.tiles else {}),
         },
         chain.plain,
         Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift, solution.evaluation.error),
@@ -147,6 +148,7 @@ def too_small(
     beyond: float,
     policies: OneLines,
     smallest: float = inf,
+    remedy: str = "",
 ) -> CapacityError:
     """Return the refusal of a budget: the argument, the bytes that do, and the policy that comes nearest.
 
@@ -155,6 +157,7 @@ def too_small(
     refused : the solver's refusal; returned as it is where it is not about the memory of the device
     beyond : bytes that a step has held beyond its prediction
     smallest : the smallest peak of a measured step: enough for exact decisions, which a prediction may not be
+    remedy : a sentence for the second line
     """
     if "layer" not in refused.facts or "least" not in refused.facts:
         return refused
@@ -165,7 +168,7 @@ def too_small(
     lines = [
         f"Auto(budget)={format_nbytes(budget)}: the measured decisions need at least {format_nbytes(least)} on the "
         f"device, in {refused.facts['direction']} of {where}.",
-        f'Give Auto("{-(-least // 1024)}KiB") or more, or use a smaller batch.',
+        f'Give Auto("{-(-least // 1024)}KiB") or more, or use a smaller batch.{remedy and f" {remedy}"}',
     ]
     free = replace(limits, device=inf)
     known = [each for each in evaluations(chain, free, policies) if each[1].feasible]

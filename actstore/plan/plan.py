@@ -27,7 +27,8 @@ class Plan(PlanValues):
     text : the policy, as text
     budget : limit of the peak of activations on the compute device (`peak_held_bytes`)
     limits : the planner's limits: bytes on the "device" (less than the budget where steps held more than predicted), in
-        "host" memory and on "disk" (None: no limit), and "max_noise", the noise that payloads may add
+        "host" memory and on "disk" (None: no limit), "max_noise", the noise that payloads may add, and "tiles", 1
+        where gradients may differ by the rounding of tiles
     plain : milliseconds of a step that keeps everything
     predicted, measured : figures of the step; `measured` is None before the plan has run
     bound : lower bound on the ms of any choice among the same options; None where it was not computed

@@ -48,7 +48,7 @@ class Study:
     def __init__(self, plan: PlanValues) -> None:
         self._plan = plan
         max_noise = plan.limits.get("max_noise") or 0.0
-        self.chain: LayerChain = chain_of(plan.profile, max_noise)
+        self.chain: LayerChain = chain_of(plan.profile, max_noise, tiles=bool(plan.limits.get("tiles")))
         device = plan.limits.get("device")
         self.limits = limits_of(
             plan.budget if device is None else device,

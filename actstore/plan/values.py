@@ -17,12 +17,14 @@ class Grants:
     device : limit of the bytes on the compute device
     host, disk : limits in host memory and on disk; None for all that exist, 0 for none
     max_noise : variance that payloads may add to the gradients, as a fraction of that from batch to batch
+    tiles : whether gradients may differ by the rounding of tiles
     """
 
     device: int
     host: int | None
     disk: int | None
     max_noise: float
+    tiles: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ def expand(rules: Rules, model: Module) -> Rules:
     return Rules([(str(pattern), decision) for pattern, decision in expanded], default=rules.default)
 
 
-def attention_of(model: Module) -> list[str]:
-    """Return the names that ``@attention`` stands for in a model."""
-    return _parts(dict(named_modules(model)), repeated_blocks(model))["@attention"]
+def modules_of(alias: str, model: Module) -> list[str]:
+    """Return the names that ``@attention``, ``@mlp`` or ``@norm`` stands for in a model."""
+    return _parts(dict(named_modules(model)), repeated_blocks(model))[alias]
 
 
 def _parts(named: dict[str, Module], blocks: Sequence[str]) -> dict[str, list[str]]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Auto:
     """The policy that measures the first steps, then runs the fastest decisions that fit into a budget.
 
-    All decisions have exact gradients, unless `max_noise` is above 0. Host memory is used up to the budget of `Host`,
-    and a disk only where `Disk` has a budget. As text: ``"auto(20GiB, max_noise=0.1)"``.
+    All decisions have exact gradients, unless `max_noise` is above 0 or `tiles` is set. Host memory is used up to the
+    budget of `Host`, and a disk only where `Disk` has a budget. As text: ``"auto(20GiB, max_noise=0.1, tiles)"``.
 
     Parameters
     ----------
@@ -37,12 +37,14 @@ class Auto:
     wait_s : the most seconds that a rank waits for other ranks in a step that measures
     total : bound on device memory in place of a budget, as text or int: activations get what weights, gradients,
         buffers and optimizer states leave. As text: ``"auto(total=24GiB)"``. Not for a group or compiled models
+    tiles : whether plans may run the MLP of a recomputed block in tiles: less memory, and gradients that differ by the
+        rounding of ``recompute(tiles=8)``, a few units in the last place. Not for a group or compiled models
 
     Raises
     ------
     ConfigError : not exactly one of `budget` and `total` is given, or it does not parse; `max_noise` is negative or not
-        finite; `wait_s` is not a number above 0; `group` is not a process group that this rank is in, or comes with
-        `max_noise` or `total`
+        finite; `tiles` is not a bool; `wait_s` is not a number above 0; `group` is not a process group that this rank
+        is in, or comes with `max_noise`, `total` or `tiles`
     """
 
     budget: int | str | None = None
@@ -50,6 +52,7 @@ class Auto:
     group: ProcessGroup | None = None
     wait_s: float = 600.0
     total: int | str | None = None
+    tiles: bool = False
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total is None):
@@ -61,8 +64,15 @@ class Auto:
         check_noise(self.max_noise, "Auto(max_noise)")
         if type(self.wait_s) not in (int, float) or not 0 < self.wait_s < inf:
             raise ConfigError(f"Auto(wait_s={self.wait_s!r}): must be a number of seconds > 0. Use 600.")
+        if type(self.tiles) is not bool:
+            raise ConfigError(f"Auto(tiles={self.tiles!r}): must be true or false. The number of tiles is the plan's.")
         if self.group is not None:
             _check_group(self.group)
+            if self.tiles:
+                raise ConfigError(
+                    "Auto(tiles=True, group): a group agrees on exact decisions only. Leave tiles out, or leave group "
+                    "out, and each rank plans by itself."
+                )
             if self.total is not None:
                 raise ConfigError(
                     f"Auto(total={self.total!r}, group): the ranks of a group plan activations. Give a budget of "
@@ -79,7 +89,7 @@ class Auto:
         budget = self.budget if self.total is None else f"total={self.total}"
         noise = f", max_noise={self.max_noise:g}" if self.max_noise else ""
         group = "" if self.group is None else f", group of {self.group.size()}"
-        return f"auto({budget}{noise}{group})"
+        return f"auto({budget}{noise}{', tiles' if self.tiles else ''}{group})"
 
     @property
     def budget_nbytes(self) -> int:
@@ -161,7 +171,9 @@ class Bits:
 
 
 _TEXT = re.compile(r"\s*(auto|bits)\s*(?:\(([^()]*)\))?\s*", re.DOTALL)
-_ARGUMENTS = {"auto": ("budget", "max_noise", "total"), "bits": ("max_noise", "held")}  # the first one needs no name
+# the first one needs no name, a flag no value
+_ARGUMENTS = {"auto": ("budget", "max_noise", "total", "tiles"), "bits": ("max_noise", "held")}
+_FLAGS = {"true": True, "false": False}
 
 
 def parse_chooser(text: str) -> Auto | Bits | None:
@@ -183,12 +195,13 @@ def parse_chooser(text: str) -> Auto | Bits | None:
     for number, part in enumerate(part.strip() for part in (inside or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
-            key, value = _ARGUMENTS[name][0] if number == 0 else "", key
+            is_flag = number > 0 and key == "tiles"
+            key, value = (key, "true") if is_flag else (_ARGUMENTS[name][0] if number == 0 else "", key)
         if not value:
             continue
         if key not in _ARGUMENTS[name] or key in arguments:
             raise ConfigError(f"policy={text!r}: {part!r} is unknown or given twice. {_usage(name)}")
-        arguments[key] = _number(value) if key == "max_noise" else value
+        arguments[key] = _number(value) if key == "max_noise" else _FLAGS.get(value, value) if key == "tiles" else value
     if name == "auto" and not {"budget", "total"} & arguments.keys():
         raise ConfigError(f"policy={text!r}: a budget must be given. {_usage(name)}")
     if name == "bits" and not arguments:
@@ -198,7 +211,7 @@ def parse_chooser(text: str) -> Auto | Bits | None:
 
 def _usage(name: str) -> str:
     if name == "auto":
-        return 'Write Auto("20GiB"), or "auto(20GiB)". max_noise=0.1 lets it use lossy codecs.'
+        return 'Write Auto("20GiB"), or "auto(20GiB)". max_noise=0.1 lets it use lossy codecs, tiles let it round.'
     return 'Write Bits(max_noise=0.1) for the fewest bytes, or Bits(held="4GiB") for gradients disturbed least'
 
 

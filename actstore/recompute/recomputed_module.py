@@ -206,7 +206,7 @@ class RecomputedModule(ForwardWrapper):
         hooks: Hooks = _top_saved_tensors_default_hooks(False)  # the store's, or hooks that were entered inside
         if self._decision.tiles is None:
             return self._recomputed(entry, hooks, forward, args, kwargs)[0]
-        slices, run, form = self._slices(forward, args, kwargs)
+        slices, run, form = self._slices(entry, forward, args, kwargs)
         if is_sum(kinds := self._check(slices, run)):
             return slices.add(run, kinds)
 
@@ -217,11 +217,17 @@ class RecomputedModule(ForwardWrapper):
         return slices.join([self._recomputed(entry, hooks, again, *part)[0] for part in parts])
 
     def _slices(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: Entered | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Slices, Run, Form]:
         """Return the slices of the arguments of a call, what runs the forward on one, and the form of the arguments."""
         leaves, form = flatten(args, kwargs)
-        return Slices(leaves, self._decision.tiles or 1, self._region), runner(forward, leaves, form), form
+        storages = None if entry is None else entry.scope.storages
+
+        def copied(leaf: Tensor) -> None:
+            if storages is not None and torch._C._current_graph_task_id() == -1:  # not in a later run
+                storages.leave_out(leaf)
+
+        return Slices(leaves, self._decision.tiles or 1, self._region), runner(forward, leaves, form, copied), form
 
     def _check(self, slices: Slices, run: Run) -> list[Dims]:
         """Check that the module treats each token by itself, where there are several slices."""
@@ -249,7 +255,7 @@ class RecomputedModule(ForwardWrapper):
         ------
         StateError : as for `Slices.check`; or the module returns sums over tokens
         """
-        slices, run, _ = self._slices(forward, args, kwargs)
+        slices, run, _ = self._slices(entry, forward, args, kwargs)
         call: TiledCall = region.next(self) if isinstance(region, LaterRun) else TiledCall(self)
         if isinstance(region, FirstRun):
             with region.paused():

@@ -186,12 +186,20 @@ class Slices:
         return tree_unflatten(sums, form)
 
 
-def runner(forward: Callable[..., Any], whole: Sequence[Any], form: Form) -> Run:
-    """Return what runs code on the leaves of a slice, which are contiguous where those of the whole are."""
+def runner(
+    forward: Callable[..., Any], whole: Sequence[Any], form: Form, copied: Callable[[Tensor], None] | None = None
+) -> Run:
+    """Return what runs code on the leaves of a slice, which are contiguous where those of the whole are.
+
+    `copied` is called with those that had to be copied for that.
+    """
     dense = [isinstance(leaf, Tensor) and leaf.is_contiguous() for leaf in whole]
 
     def run(leaves: list[Any]) -> Any:
         given = [leaf.contiguous() if is_dense else leaf for leaf, is_dense in zip(leaves, dense, strict=True)]
+        for leaf, own in zip(given, leaves, strict=True):
+            if copied is not None and leaf is not own:
+                copied(leaf)
         args, kwargs = unflatten(given, form)
         return forward(*args, **kwargs)
 

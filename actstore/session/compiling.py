@@ -169,6 +169,8 @@ def _budget(chooser: Auto | Bits, *, whole: bool) -> RegionBudget:
         raise ConfigError(
             f"policy={chooser}: group is not for compiled models. Leave it out: Auto({chooser.budget!r})."
         )
+    if chooser.tiles:
+        raise ConfigError(f"policy={chooser}: tiles are not for compiled models. Leave them out.")
     if not whole:
         raise ConfigError(f"policy={chooser}: a budget is for the whole model. Compile it by store.compile().")
     return RegionBudget(chooser.budget_nbytes)

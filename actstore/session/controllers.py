@@ -124,6 +124,7 @@ def grants_of(auto: Auto, tiers: dict[str, TierOptions]) -> Grants:
         None if host is None else host.budget_nbytes,
         0 if disk is None else disk.budget_nbytes or 0,
         auto.max_noise,
+        auto.tiles,
     )
 
 

@@ -92,7 +92,7 @@ def replan(profile: Profile, policy: Auto, tiers: Iterable[Group | Host | Disk |
     ConfigError : an invalid option
     """
     grants = grants_of(policy.beside(profile.memory.lasting), read_tiers(tiers)[0])
-    chain = chain_of(profile, grants.max_noise)
+    chain = chain_of(profile, grants.max_noise, tiles=grants.tiles)
     limits = limits_of(grants.device, grants.host, grants.disk, grants.max_noise)
     return plan_of(profile, chain, solve_step(chain, limits), grants, 0.0, ())
 

@@ -120,7 +120,8 @@ class StoreState:
         """Return the policy as text, without a budget: that of "auto" may change."""
         given = self.given
         if isinstance(given, Auto):
-            return f"auto(max_noise={given.max_noise:g}{'' if given.group is None else ', group'})"
+            tiles, group = ", tiles" if given.tiles else "", "" if given.group is None else ", group"
+            return f"auto(max_noise={given.max_noise:g}{tiles}{group})"
         if isinstance(given, Plan):
             return given.text
         if self.controller is not None:

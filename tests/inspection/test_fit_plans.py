@@ -240,3 +240,16 @@ def test_the_plan_is_below_the_table_and_in_the_json(rates):
 def test_what_cannot_be_planned_is_refused(policy, options, error, words, rates):
     with pytest.raises(error, match=words):
         fit_step(without_batch(make_mlp), [policy], **options)
+
+
+def test_a_plan_may_run_mlps_in_tiles(rates):
+    """Less than the least budget of exact plans, and the step of the plan needs less than any of these."""
+    make_step = maker("gpt")
+    with pytest.raises(CapacityError) as refused:
+        fit_step(make_step, ["auto(64KiB)"])
+    budget = int(0.75 * refused.value.facts["least"])
+    with pytest.raises(CapacityError):
+        fit_step(make_step, [f"auto({budget})"])
+    row = fit_step(make_step, [f"auto({budget}, tiles)"]).rows[1]
+    assert "blocks.1.mlp : recompute(tiles=8)\nblocks.1 : recompute\n" in row.plan
+    assert row.peak_bytes < 0.9 * fit_step(make_step, ["recompute"]).rows[1].peak_bytes

@@ -15,6 +15,7 @@ BUDGETS = st.sampled_from(["20GiB", "1.5 GB", "160GiB/node", "4096"])
 CHOOSERS = (
     st.builds(Auto, BUDGETS, NOISE)
     | st.builds(Auto, max_noise=NOISE, total=BUDGETS)
+    | st.builds(Auto, BUDGETS, tiles=st.booleans())
     | st.builds(Bits, NOISE)
     | st.builds(Bits, held=BUDGETS)
 )
@@ -34,6 +35,9 @@ def test_the_text_reads_back(chooser):
         ("auto(budget=20GiB)", Auto("20GiB")),
         ("auto(max_noise=0.1, budget=20GiB)", Auto("20GiB", 0.1)),
         ("auto(total=24GiB)", Auto(total="24GiB")),
+        ("auto(1GiB, tiles=true)", Auto("1GiB", tiles=True)),
+        ("auto(total=1GiB, tiles)", Auto(total="1GiB", tiles=True)),
+        ("auto(1GiB, tiles=false)", Auto("1GiB")),
         ("bits(0.1)", Bits(0.1)),
         ("bits(held = 4GiB)", Bits(held="4GiB")),
     ],
@@ -62,6 +66,9 @@ def test_other_policies_are_not_read(text):
         ("auto(1GiB, noise=0.1)", ["'noise=0.1' is unknown"]),
         ("auto(much)", ["Auto(budget)='much'", "must be a number of bytes"]),
         ("auto(1GiB, max_noise=some)", ["Auto(max_noise)='some'", "must be a fraction"]),
+        ("auto(1GiB, tiles=8)", ["Auto(tiles='8'): must be true or false"]),
+        ("auto(1GiB, tiles, tiles)", ["'tiles' is unknown or given twice"]),
+        ("bits(0.1, tiles)", ["'tiles' is unknown"]),
         ("bits(-1)", ["Bits(max_noise)=-1.0"]),
     ],
 )

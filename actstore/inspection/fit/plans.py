@@ -41,7 +41,7 @@ class Planned:
         ------
         CapacityError : no plan keeps the budget that the text has
         """
-        plans = _Plans(steps, self._text)
+        plans = _Plans(steps, self._text, self._auto)
         if self._auto is not None:
             return plans.row(plans.within(self._auto))
         assert self._limit is not None
@@ -56,17 +56,17 @@ class Planned:
         ------
         CapacityError : no plan keeps the budget that the text has
         """
-        plans = _Plans(steps, self._text)
+        plans = _Plans(steps, self._text, self._auto)
         return plans.frugal(quick=True) if self._auto is None else plans.row(plans.within(self._auto), quick=True)
 
 
 class _Plans:
     """Plans from one profile."""
 
-    def __init__(self, steps: DrySteps, text: str) -> None:
+    def __init__(self, steps: DrySteps, text: str, auto: Auto | None) -> None:
         self._steps = steps
         self._text = text
-        self.profile = steps.profile()
+        self.profile = steps.profile(tiles=auto is not None and auto.tiles)
 
     def within(self, auto: Auto) -> Plan:
         """Return the plan for a budget.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from math import inf
 from typing import Any
 from weakref import WeakSet
@@ -58,14 +59,17 @@ class ProfiledStore(DryStore):
     Parameters
     ----------
     links : rates of the device's links
+    tiles : whether decisions with a part in tiles are among them
     """
 
-    def __init__(self, model: Module, memory: LiveMemory, work: Work, links: Links, **options: Any) -> None:
+    def __init__(
+        self, model: Module, memory: LiveMemory, work: Work, links: Links, *, tiles: bool = False, **options: Any
+    ) -> None:
         super().__init__(model, "keep", memory, work, on_host=links.on_host, **options)
         self._on_host = links.on_host
         self._clock = WorkClock(work)
         self._profiler = Profiler(model, self._ledger)
-        self._probes = Probes(self._profiler, model, EVERYTHING)
+        self._probes = Probes(self._profiler, model, replace(EVERYTHING, tiles=tiles))
         self._probes.use(links)
         self._decisions: dict[str, str] = {}
         codecs = self._store.observers.gauge
@@ -229,12 +233,14 @@ class DrySteps:
         with self._dry():
             return self._stored(policy)[0]
 
-    def profile(self) -> Profile:
+    def profile(self, *, tiles: bool = False) -> Profile:
         """Return the figures of the step under the decisions that "auto" tries. It needs the rates of a device."""
         assert self._device is not None
         assert self._work is not None
         with self._dry():
-            store = ProfiledStore(self._model, self._memory, self._work, self._device.links, **self._options)
+            store = ProfiledStore(
+                self._model, self._memory, self._work, self._device.links, tiles=tiles, **self._options
+            )
             try:
                 return store.profile(lambda: self._train(store))
             finally:
