@@ -150,7 +150,7 @@ class Recompute:
         calls are kept
     tiles : the module runs on this number of slices of its tokens, one after the other, in forward and in backward; the
         tokens are the dimension before the last of its inputs. For a module that treats each token by itself, such as
-        an MLP, or returns its loss, which its first call checks. Weight gradients are sums over slices, and so rounded
+        an MLP, or returns its loss, which its first call checks. "auto": see `actstore.tile`. Weight gradients are sums over slices, and so rounded
         in another way. Gradients of a loss are computed in forward; its inputs are not stored
     decisions : "kept": the second run repeats the decisions of the first: masks of ReLU and its like, in one bit an
         element, chosen indices, results of comparisons. "anew": it decides for itself. None: "kept" where inputs are
@@ -173,7 +173,7 @@ class Recompute:
     schedule: str | None = None
     slots: int | None = None
     first: int | None = None
-    tiles: int | None = None
+    tiles: int | str | None = None
     decisions: str | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +189,8 @@ class Recompute:
             )
         for name, what in COUNT_UNITS.items():
             value = getattr(self, name)
+            if name == "tiles" and value == "auto":
+                continue
             if (value is not None or name == "segment") and (type(value) is not int or value < 1):
                 raise ChainError(f"recompute({name}={value!r}): must be a number of {what}. Give an int >= 1.")
         if self.schedule not in (None, *SCHEDULES):

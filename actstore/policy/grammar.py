@@ -309,6 +309,8 @@ class _Parser:
             if token.text in DECISIONS:
                 return token.text
             raise self.fail(token, f"recompute's decisions must be {' or '.join(DECISIONS)}, not {token}.")
+        if option.text == "tiles" and token.text == "auto":
+            return token.text
         if not token.text.isdecimal():
             raise self.fail(
                 token, f"recompute takes a number of {COUNT_UNITS[option.text]} for '{option.text}', not {token}."

@@ -41,7 +41,7 @@ from actstore.recompute.region_state import RegionState, SteadyState
 from actstore.recompute.replay import CallInput, Calls, RegionCall
 from actstore.recompute.running import FirstRun, LaterRun, OutputReads, RegionParts, RegionRun, compiles, current
 from actstore.recompute.schedule import schedule_of
-from actstore.recompute.tiles import Run, Slices, is_sum, runner
+from actstore.recompute.tiles import Run, Slices, is_sum, number_of, runner
 from actstore.recompute.token_rules import Dims
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ class RecomputedModule(ForwardWrapper):
         self._lazy = _is_lazy(module)
         self._watches = True  # which outputs of parts the region reads: the first call tells whether one has several
         self._lengths: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}  # of slices, where "auto" chose them
         self._checked: dict[Any, list[Dims]] = {}  # by kind of arguments whose tokens the module treats each by itself
         self._writes = WriteHistory()
         self._tree: ModuleTree | None = None  # of the last call,
@@ -227,7 +228,9 @@ class RecomputedModule(ForwardWrapper):
             if storages is not None and torch._C._current_graph_task_id() == -1:  # not in a later run
                 storages.leave_out(leaf)
 
-        return Slices(leaves, self._decision.tiles or 1, self._region), runner(forward, leaves, form, copied), form
+        run = runner(forward, leaves, form, copied)
+        number = number_of(self._decision.tiles or 1, leaves, run, self._region, None, self._numbers)
+        return Slices(leaves, number, self._region), run, form
 
     def _check(self, slices: Slices, run: Run) -> list[Dims]:
         """Check that the module treats each token by itself, where there are several slices."""
@@ -255,7 +258,8 @@ class RecomputedModule(ForwardWrapper):
         ------
         StateError : as for `Slices.check`; or the module returns sums over tokens
         """
-        slices, run, _ = self._slices(entry, forward, args, kwargs)
+        with region.paused():
+            slices, run, _ = self._slices(entry, forward, args, kwargs)
         call: TiledCall = region.next(self) if isinstance(region, LaterRun) else TiledCall(self)
         if isinstance(region, FirstRun):
             with region.paused():

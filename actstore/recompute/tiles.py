@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from itertools import repeat
-from math import inf
+from math import ceil, inf
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from actstore.recompute.token_rules import ADVICE, MEAN, SUM, Dims, MeanMode, fo
 
 DIM = -2  # of the tokens
 FEW = 8  # tokens of the runs whose values are compared
+AUTO = "auto"  # the number of slices that `number_of` chooses
+AUTO_TOKENS = 128  # of all samples together: the least of a slice whose number is chosen
 ROUNDING = 4, 1e-5  # units of the dtype's precision, and what to add: by what these may differ, relative to the norm
 
 Run = Callable[[list[Any]], Any]
@@ -116,16 +119,27 @@ class Slices:
         cast = torch.is_autocast_enabled(tensors[0].device.type)
         kind = *state, cast, *((leaf.shape, leaf.dtype) for leaf in tensors)
         if kind not in checked:
-            token = checking.set(True)
-            try:
-                with torch.no_grad(), _casts_anew():
-                    checked[kind] = self._check(run)
-            finally:
-                checking.reset(token)
+            with _beside_the_step():
+                checked[kind] = self._check(run)
         return checked[kind]
 
+    def growth(self, run: Run) -> float:
+        """Return the bytes of the largest tensor that the code makes of the tokens, relative to its largest argument.
+
+        Raises
+        ------
+        StateError : as for `check`
+        """
+        sample = self._samples(1)
+        given = max(leaf.nbytes for leaf, place in self.placed(sample) if place is not None)
+        with _beside_the_step():
+            return self._follow(run, sample)[1] / given
+
+    def _follow(self, run: Run, sample: list[Any]) -> tuple[list[Dims], int]:
+        return follow(run, sample, self.places, DIM if self.dim is None else self.dim, self.region)
+
     def _check(self, run: Run) -> list[Dims]:
-        kinds = follow(run, self._samples(1), self.places, DIM if self.dim is None else self.dim, self.region)
+        kinds, _ = self._follow(run, self._samples(1))
         if not has_values.get():
             return kinds
         samples = self._samples(2)
@@ -204,6 +218,27 @@ def runner(
         return forward(*args, **kwargs)
 
     return run
+
+
+def number_of(
+    tiles: int | str, leaves: Sequence[Any], run: Run, region: str, dim: int | None, known: dict[Any, int]
+) -> int:
+    """Return the number of slices; for "auto", so many that no tensor of a slice exceeds the largest argument in bytes.
+
+    A slice has 128 tokens or more then.
+
+    Parameters
+    ----------
+    known : the numbers chosen so far, by shapes and dtypes: a later run cuts as the first one
+    """
+    if isinstance(tiles, int):
+        return tiles
+    kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+    if kind not in known:
+        smallest = Slices(leaves, maxsize, region, dim)
+        tokens = max(leaf.shape[: place + 1].numel() for leaf, place in smallest.placed(leaves) if place is not None)
+        known[kind] = min(ceil(smallest.growth(run)), max(1, tokens // AUTO_TOKENS))
+    return known[kind]
 
 
 def is_sum(kinds: list[Dims]) -> bool:
@@ -315,18 +350,19 @@ class _Given(torch.autograd.Function):
         return tuple(returned)
 
 
-def tile(function: Callable[..., Any] | None = None, /, *, tiles: int, dim: int = 1) -> Any:
+def tile(function: Callable[..., Any] | None = None, /, *, tiles: int | str = AUTO, dim: int = 1) -> Any:
     """Run a function on slices of its tokens, one after the other, in forward and in backward.
 
     For code outside of modules, such as the last linear layer and the loss together, whose logits then never exist
-    whole. It needs no store. Also a decorator: ``@actstore.tile(tiles=16)``.
+    whole. It needs no store. Also a decorator: ``@actstore.tile``, ``@actstore.tile(tiles=16)``.
 
     Parameters
     ----------
     function : takes and returns tensors, also in containers. It treats each token by itself, and returns a value for
         each, or sums over tokens, or the mean of one `cross_entropy` or `nll_loss`. Tensors that it reads beside its
         arguments are parameters, or have no graph
-    tiles : number of slices, 1 or more; a slice has eight tokens or more
+    tiles : number of slices, 1 or more; a slice has eight tokens or more. "auto": as many as make the largest tensor of
+        a slice no larger than the largest argument, with 128 tokens or more in each
     dim : dimension that holds the tokens, in all tensors that it takes but parameters and those without dimensions
 
     Returns
@@ -349,10 +385,13 @@ def tile(function: Callable[..., Any] | None = None, /, *, tiles: int, dim: int 
     """
     if function is None:
         return partial(tile, tiles=tiles, dim=dim)
-    if type(tiles) is not int or tiles < 1 or type(dim) is not int:
-        raise ConfigError(f"tile(tiles={tiles!r}, dim={dim!r}): must be ints, tiles 1 or more. Write tiles=16, dim=1.")
+    if (tiles != AUTO and (type(tiles) is not int or tiles < 1)) or type(dim) is not int:
+        raise ConfigError(
+            f"tile(tiles={tiles!r}, dim={dim!r}): must be ints, tiles 1 or more, or 'auto'. Write tiles=16, dim=1."
+        )
     region = f"{getattr(function, '__qualname__', type(function).__name__)} (tiles={tiles})"
     checked: dict[Any, list[Dims]] = {}
+    numbers: dict[Any, int] = {}
 
     @eager
     @wraps(function, updated=())
@@ -361,7 +400,7 @@ def tile(function: Callable[..., Any] | None = None, /, *, tiles: int, dim: int 
             return function(*args, **kwargs)
         leaves, form = flatten(args, kwargs)
         run = runner(function, leaves, form)
-        slices = Slices(leaves, tiles, region, dim)
+        slices = Slices(leaves, number_of(tiles, leaves, run, region, dim, numbers), region, dim)
         if len(slices.parts) == 1:
             return run(leaves)
         kinds = slices.check(run, checked)
@@ -384,6 +423,17 @@ def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
 def _wide(tensor: Tensor, copy: bool = False) -> Tensor:
     """Return a tensor in float32 in place of a narrower dtype."""
     return tensor.to(torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype, copy=copy)
+
+
+@contextmanager
+def _beside_the_step() -> Iterator[None]:
+    """Run code for a check: no part of the step, without gradients."""
+    token = checking.set(True)
+    try:
+        with torch.no_grad(), _casts_anew():
+            yield
+    finally:
+        checking.reset(token)
 
 
 @contextmanager

@@ -77,8 +77,9 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 def follow(
     run: Callable[[list[Any]], Any], leaves: list[Any], places: Sequence[int | None], dim: int, region: str
-) -> list[Dims]:
-    """Follow the tokens through a run, and return where each output has them, SUM or MEAN.
+) -> tuple[list[Dims], int]:
+    """Follow the tokens through a run. Returns where each output has them, SUM or MEAN; and the bytes of the largest
+    tensor with tokens.
 
     Parameters
     ----------
@@ -105,7 +106,8 @@ def follow(
                 f"{region} returns {named(output)}: its {which} must hold the tokens of its inputs, or all outputs "
                 f"must be sums over them. {ADVICE}."
             )
-    return found
+    largest = max((tensor.nbytes for tensor, dims in mode.known.values() if any(dim >= 0 for dim in dims)), default=0)
+    return found, largest
 
 
 def named(value: object) -> str:
@@ -119,16 +121,16 @@ class TokensMode(TorchDispatchMode):
     def __init__(self, region: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._region = region
-        self._known: dict[int, tuple[Tensor, Dims]] = {}  # by identity, which a tensor keeps for as long as it is here
+        self.known: dict[int, tuple[Tensor, Dims]] = {}  # by identity, which a tensor keeps for as long as it is here
 
     def follow(self, tensor: Tensor, dims: Dims) -> None:
         """Note the dimensions of a tensor; one of size 1 tells no tokens apart."""
         sizes = dict(enumerate(tensor.shape))
-        self._known[id(tensor)] = tensor, frozenset(dim for dim in dims if dim < 0 or sizes.get(dim, 1) != 1)
+        self.known[id(tensor)] = tensor, frozenset(dim for dim in dims if dim < 0 or sizes.get(dim, 1) != 1)
 
     def of(self, value: object) -> Dims:
         """Return the dimensions that hold tokens."""
-        return self._known.get(id(value), (None, frozenset[int]()))[1]
+        return self.known.get(id(value), (None, frozenset[int]()))[1]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,11 +154,11 @@ class TokensMode(TorchDispatchMode):
             written = given.get(argument.name)
             if argument.alias_info is None or not argument.alias_info.is_write or written is None:
                 continue
-            if id(written) not in self._known or self.of(written) != dims:
+            if id(written) not in self.known or self.of(written) != dims:
                 raise self.refusal(func, "writes to a tensor from outside of the slice")
         returned = func(*args, **(kwargs or {}))
         for output in tree_leaves(returned):
-            if isinstance(output, Tensor) and id(output) not in self._known:
+            if isinstance(output, Tensor) and id(output) not in self.known:
                 self.follow(output, dims)
         return returned
 

@@ -69,6 +69,16 @@ def check_close(found, wanted, allowed=2e-6):
         assert (one - other).double().norm() <= allowed * other.double().norm(), (one, other)
 
 
+def test_logits_of_a_slice_are_no_larger_than_the_hidden_states():
+    cut = []
+    head = Head(lambda logits, labels: cut.append(len(labels)) or F.cross_entropy(logits, labels), classes=6 * WIDTH)
+    x, labels = data(tokens=400)
+    wanted = gradients(head, actstore.tile(head, tiles=6), x, labels)
+    cut.clear()
+    assert all(map(torch.equal, gradients(head, actstore.tile(head), x, labels), wanted))
+    assert cut[-6:] == [3 * 67] * 5 + [3 * 65]
+
+
 @pytest.mark.parametrize("name", ENTROPIES)
 @pytest.mark.parametrize("masked", [0, 30, TOKENS - 1])
 def test_loss_and_gradients_are_those_of_the_whole_but_for_rounding(name, masked):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from actstore import ActivationStore, Recompute
+from actstore import ActivationStore, Recompute, Rules
 from actstore.devices import cpu_memory
-from actstore.errors import ChainError, ConfigError, StateError
+from actstore.errors import ChainError, ConfigError, PolicyError, StateError
 
 WIDTH, TOKENS = 16, 40
 
@@ -227,8 +227,36 @@ def test_what_the_module_needs_while_it_runs_falls_with_the_number_of_slices():
     assert sliced < 0.25 * whole
 
 
+@pytest.mark.parametrize(
+    ("tokens", "size"),
+    [(512, 86), (100, 50), (40, 40)],  # six slices; two, as each has 128 tokens of 3 samples; one
+)
+def test_a_chosen_number_of_slices_makes_no_tensor_larger_than_the_input(tokens, size):
+    cut = []
+
+    def wide(self, x):
+        cut.append(x.shape[1])
+        return torch.cat((self.linear(x),) * 6, -1).chunk(6, -1)[0]
+
+    model = Model(wide)
+    store = ActivationStore(model, "layer : recompute(tiles=auto)", min_bytes=0)
+    for checked in (True, False):
+        with store:
+            output = model(torch.randn(3, tokens, WIDTH, requires_grad=True))
+        number = -(-tokens // size)
+        assert cut[-number:] == [size] * (number - 1) + [tokens - (number - 1) * size]
+        assert (len(cut) > number) == checked
+        output.sum().backward()
+        cut.clear()
+
+
 def test_words():
     assert str(Recompute(tiles=8)) == "recompute(tiles=8)"
+    assert Rules.parse("recompute(tiles=auto)").default == Recompute(tiles="auto")
+    with pytest.raises(ChainError, match="must be a number of slices"):
+        Recompute(tiles="many")
+    with pytest.raises(PolicyError, match="takes a number of slices for 'tiles', not 'many'"):
+        Rules.parse("recompute(tiles=many)")
     for options in ({"segment": 2}, {"schedule": "sqrt"}, {"first": 1}):
         with pytest.raises(ChainError, match="tiles=2 of recompute goes with neither"):
             Recompute(tiles=2, **options)

@@ -16,7 +16,7 @@ from actstore import ActivationStore
 from actstore.base.checkpoints import innermost_pack
 from actstore.devices import cpu_memory
 from actstore.errors import PolicyError, StateError
-from actstore.recompute import running
+from actstore.recompute import running, tiles
 from tests.recompute.regions import Runs
 
 WIDTH, TOKENS = 16, 40
@@ -123,6 +123,15 @@ def test_all_that_training_leaves_is_that_without_tiles_but_for_rounding(name, b
     wanted, _, _ = step(model, rules)
     check_close(step(model, f"{TILES}; {rules}")[0], wanted)
     check_close(step(model, "keep")[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["last", "twice"])
+def test_the_number_of_slices_may_be_chosen(name, monkeypatch):
+    monkeypatch.setattr(tiles, "AUTO_TOKENS", 8)
+    model = Model(BLOCKS[name])  # the MLP is four times as wide as its input
+    found, wanted = (step(model, f"*.mlp : recompute(tiles={n}); blocks.* : recompute") for n in ("auto", 4))
+    assert all(map(torch.equal, found[0], wanted[0]))
+    assert [block.mlp.tokens[-1] for block in found[1].blocks] == [10, 10]
 
 
 WAYS = "inside", "retained", "two at once", "differentiated twice", "of some", "fixed input"
