@@ -149,9 +149,10 @@ class Recompute:
     first : only the first calls of the module in each entry of the store are recomputed, this number of them; later
         calls are kept
     tiles : the module runs on this number of slices of its tokens, one after the other, in forward and in backward; the
-        tokens are the dimension before the last of its inputs. For a module that treats each token by itself, such as
-        an MLP, or returns its loss, which its first call checks. "auto": see `actstore.tile`. Weight gradients are sums over slices, and so rounded
-        in another way. Gradients of a loss are computed in forward; its inputs are not stored
+        tokens are the dimension before the last of its inputs. "auto" chooses the number, as `actstore.tile` does. For
+        a module that treats each token by itself, such as an MLP, or returns its loss, which its first call checks.
+        Weight gradients are sums over slices, and so rounded in another way. Gradients of a loss are computed in
+        forward; its inputs are not stored
     decisions : "kept": the second run repeats the decisions of the first: masks of ReLU and its like, in one bit an
         element, chosen indices, results of comparisons. "anew": it decides for itself. None: "kept" where inputs are
         stored with a loss, "anew" where they come back exactly

@@ -131,7 +131,7 @@ class Slices:
         StateError : as for `check`
         """
         sample = self._samples(1)
-        given = max(leaf.nbytes for leaf, place in self.placed(sample) if place is not None)
+        given: int = max(leaf.nbytes for leaf, place in self.placed(sample) if place is not None)
         with _beside_the_step():
             return self._follow(run, sample)[1] / given
 
@@ -223,7 +223,7 @@ def runner(
 def number_of(
     tiles: int | str, leaves: Sequence[Any], run: Run, region: str, dim: int | None, known: dict[Any, int]
 ) -> int:
-    """Return the number of slices; for "auto", so many that no tensor of a slice exceeds the largest argument in bytes.
+    """Return the number of slices. "auto": as many as make no tensor of a slice larger than the largest argument.
 
     A slice has 128 tokens or more then.
 

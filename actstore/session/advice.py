@@ -309,7 +309,7 @@ def peak(step: Step) -> Finding | None:
         remedy = "" if step.request.chooser else "; SampleErrors(every=0) leaves the measurement out"
         words = f"{part} to measure errors{at}: this step was sampled, and other steps need less{remedy}."
     elif work == "recomputation":
-        tiles = ", put a rule recompute(tiles=8) before for those that treat each token by itself, such as an MLP"
+        tiles = ", put a rule recompute(tiles=auto) before for those that treat each token by itself, such as an MLP"
         smaller = f"recompute smaller modules than that{'' if _has_tiles(step) else tiles}"
         words = f"{part} to run {site} again; {smaller}, or use smaller batches."
         if 2 * transient.nbytes > step.ledger.peak and step.freed_before_peak:  # what is held later does not matter
@@ -326,7 +326,7 @@ def _has_tiles(step: Step) -> bool:
     return isinstance(policy, Rules) and any(_tiles_of(decision) for _, decision in policy.rules)
 
 
-def _tiles_of(decision: Decision) -> int | None:
+def _tiles_of(decision: Decision) -> int | str | None:
     return decision.tiles if isinstance(decision, Recompute) else None
 
 

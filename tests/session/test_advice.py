@@ -424,7 +424,7 @@ BYTES = {
     "peak of recomputation": Case(
         PEAK | {"peak_work": "recomputation", "peak_site": "0", "peak_bytes": 20 * MIB},
         "more than at the end of forward were held at the peak of the step, 20.0 MiB of it to run 0 again; recompute "
-        "smaller modules than that, put a rule recompute(tiles=8) before for those that treat each token by itself, "
+        "smaller modules than that, put a rule recompute(tiles=auto) before for those that treat each token by itself, "
         "such as an MLP, or use smaller batches.",
         [{"peak_work": "decoding"}, {"chooser": "plan"}],
     ),
