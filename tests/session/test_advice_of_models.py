@@ -142,7 +142,8 @@ def test_the_peak_of_a_block_is_not_lowered_outside_of_blocks() -> None:
     assert "more than at the end of forward were held at the peak of the step" in text
     assert re.search(r"of it to run blocks\.2\[0\] again; recompute smaller modules than that", text)
     assert (
-        ", put a rule recompute(tiles=auto) before for those that treat each token by itself, such as an MLP, or" in text
+        ", put a rule recompute(tiles=auto) before for those that treat each token by itself, such as an MLP, or"
+        in text
     )
     moved = step(ActivationStore(model, "@blocks : recompute; * : raw @ disk", min_bytes=0), model, 8192)
     assert moved.held_bytes < report.held_bytes
