@@ -32,7 +32,7 @@ class AffineCodec(GroupCodec):
         super().__post_init__()
 
     def _options(self) -> dict[str, Any]:
-        return {"bits": self.bits, **super()._options()}
+        return {"bits": self.bits, "round": self.round, **super()._options()}
 
     @property
     def _form(self) -> Format:

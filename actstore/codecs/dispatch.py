@@ -172,9 +172,7 @@ class SignedCodec(KernelCodec):
         return dtype in LOSSY_DTYPES
 
     def _options(self) -> dict[str, Any]:
-        """Return the options of the kernels: the fields, but whether signs are kept in the place of `signs`."""
-        options = super()._options()
-        return {"keep": options.pop("signs") == "keep", **options}
+        return {"keep": self.signs == "keep"}
 
     @cached_property
     def keeping_signs(self) -> SignedCodec:  # computed once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from actstore.codecs.checks import require_choice
 from actstore.codecs.dispatch import Signs
@@ -50,6 +50,9 @@ class Fp8(GroupCodec):
         require_choice(self, "scale", ("linear", "pow2"))
         require_choice(self, "round", ("nearest", "stochastic"))
         super().__post_init__()
+
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "round": self.round, **super()._options()}
 
     @property
     def _form(self) -> Format:

@@ -24,6 +24,9 @@ class GroupCodec(SignedCodec):
     def keyed(self) -> bool:
         return self.round != "nearest"
 
+    def _options(self) -> dict[str, Any]:
+        return {"group": self.group, **super()._options()}
+
     @property
     @abstractmethod
     def _form(self) -> Format:

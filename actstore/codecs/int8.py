@@ -72,8 +72,7 @@ class Int8(GroupCodec):
         return "affine" if self.affine else "int8_token" if self.axis == "token" else "int8"
 
     def _options(self) -> dict[str, Any]:
-        options = super()._options()
-        del options["affine"], options["axis"]
+        options = {"round": self.round, **super()._options()}
         return {"bits": 8, **options} if self.affine else options
 
     def __post_init__(self) -> None:

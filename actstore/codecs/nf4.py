@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from actstore.codecs.affine import GROUPS
 from actstore.codecs.checks import require_choice
@@ -56,6 +56,9 @@ class Nf4(GroupCodec):
                 f"Write nf4(group={BNB_GROUP}, layout=bnb).",
                 group=self.group,
             )
+
+    def _options(self) -> dict[str, Any]:
+        return {"layout": self.layout, **super()._options()}
 
     @property
     def _form(self) -> Format:

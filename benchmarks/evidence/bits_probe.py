@@ -63,7 +63,7 @@ class Subject:
 
     def __init__(self, work: Workload, steps: int) -> None:
         torch.manual_seed(work.seed)
-        job = gpt.make(work)
+        job = gpt.KIND.make(work)
         self.model = job.model
         self.parameters = list(self.model.parameters())
         self.backwards = 0

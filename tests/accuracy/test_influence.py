@@ -193,7 +193,7 @@ def test_what_may_overwrite_its_reserve_is_not_run_again():
 def trained():
     """A GPT whose gradients are those of training, and a batch."""
     torch.manual_seed(0)
-    job = gpt.make(Workload(layers=2, width=64, heads=2, context=32, batch=8))
+    job = gpt.KIND.make(Workload(layers=2, width=64, heads=2, context=32, batch=8))
     optimizer = torch.optim.AdamW(job.model.parameters(), 1e-3)
     for i in range(60):
         optimizer.zero_grad()

@@ -48,7 +48,7 @@ def peaks(model: nn.Module, batch: tuple[Tensor, ...], policy: str, folder: str,
 
 @pytest.mark.parametrize("policy", ["int8", "int4", "int8 @ host"])
 def test_of_a_transformer(policy: str, tmp_path: Path) -> None:
-    job = gpt.make(Workload(layers=4, width=128, heads=4, context=128, batch=24))
+    job = gpt.KIND.make(Workload(layers=4, width=128, heads=4, context=128, batch=24))
     found = peaks(job.model, job.batch(0), policy, str(tmp_path), job.loss)
     assert max(found[0], found[4]) <= MORE * found[2], found
 
