@@ -8,6 +8,7 @@ from actstore.base import source
 from actstore.codecs import names
 from actstore.codecs.dispatch import KernelCodec
 from actstore.errors import KernelUnavailable
+from actstore.kernels.cuda import codecs
 from tests.oracles import find
 
 
@@ -58,5 +59,6 @@ def test_every_codec_has_a_page():
 
 
 @pytest.mark.parametrize("name", sorted({c.kernel_name for c in find.variants() if isinstance(c, KernelCodec)}))
-def test_every_kernel_has_a_source(name):
+def test_every_kernel_has_a_source_and_a_launch(name):
     assert 'include "' not in source.read(f"{name}.cu").text
+    assert name in codecs.__all__
