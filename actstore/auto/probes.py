@@ -220,8 +220,7 @@ class Probes:
         self._samples: dict[str, list[tuple[UnitFigures, int]]] = {}  # by unit, with the saved bytes of the step
         self._calls = UnitCalls()
         self._tries = Candidates(profiler, grants, self._calls)
-        self._kinds: dict[str, str] = {}  # kinds of the units that ran, in the order of forward
-        self._expected: set[str] = set()  # of these, units that have not run so far
+        self._kinds: dict[str, str] = {}  # of units that ran or are expected to, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
         self._peaks: list[tuple[dict[str, str], int, float]] = []  # of steps, with their decisions and saved bytes
@@ -319,8 +318,7 @@ class Probes:
         self.grow(sample.saved)
         self._ran.update(sample.figures.keys())
         for name, figures in sample.figures.items():
-            if name not in self._kinds or name in self._expected:
-                self._expected.discard(name)
+            if name not in self._samples:
                 self._kinds[name] = self._kind(name, figures[0].total("saved"))
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
         self._expect()
@@ -458,7 +456,6 @@ class Probes:
             ran = [name for name in names if name in self._kinds]
             if not len(names) / 2 <= len(ran) < len(names):
                 continue
-            self._expected.update(name for name in names if name not in ran)
             kinds: dict[str, str] = {}
             for name, kind in self._kinds.items():
                 if name in ran:  # those before it, and at the last one those after it

@@ -69,7 +69,7 @@ Generator = GeneratorAccess | SharedGenerator
 class GeneratorStates(Snapshot):
     """The states of generators before a forward, so that it can draw the same numbers again.
 
-    Known are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
+    They are torch's generators of the CPU and of `devices`, Python's, NumPy's global one, and generators that are
     attributes of modules or arguments, of `torch.Generator`, `random.Random`, `numpy.random.Generator` or
     `numpy.random.RandomState`. The states of generators that the forward did not draw from are dropped. For generators
     of modules and arguments `ended` does this; for the shared generators, the next forward, which reads the same

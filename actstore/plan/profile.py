@@ -164,7 +164,7 @@ class SharedBytes:
         return len({part in changed for part in self.parts[0]}) > 1
 
     def spilled(self, decisions: Mapping[str, str]) -> str | None:
-        """Return the later unit that holds them because the first does not; None where there is none."""
+        """Return the first later unit that holds the bytes, when the first unit does not; None for none."""
         keep = (i for i, unit in enumerate(self.units) if self.keeps(i, decisions.get(unit, KEEP)))
         number = next(keep, 0)
         return self.units[number] if number else None

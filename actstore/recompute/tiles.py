@@ -133,7 +133,7 @@ class Slices:
         sample = self._samples(1)
         given: int = max(leaf.nbytes for leaf, place in self.placed(sample) if place is not None)
         with _beside_the_step():
-            return self._follow(run, sample)[1] / given
+            return self._follow(run, sample)[1] / max(1, given)
 
     def _follow(self, run: Run, sample: list[Any]) -> tuple[list[Dims], int]:
         return follow(run, sample, self.places, DIM if self.dim is None else self.dim, self.region)
@@ -237,7 +237,8 @@ def number_of(
     if kind not in known:
         smallest = Slices(leaves, maxsize, region, dim)
         tokens = max(leaf.shape[: place + 1].numel() for leaf, place in smallest.placed(leaves) if place is not None)
-        known[kind] = min(ceil(smallest.growth(run)), max(1, tokens // AUTO_TOKENS))
+        most = tokens // AUTO_TOKENS
+        known[kind] = 1 if most < 2 else min(ceil(smallest.growth(run)), most)
     return known[kind]
 
 

@@ -159,8 +159,8 @@ class ScriptStores:
     """Stores around the forwards of a script: one for each model that it trains.
 
     A model is the outermost module whose forward runs in training mode with gradients, or the outermost module that
-    contains it. Not entered are evaluation, frozen models, modules that a checkpoint runs again in backward, what
-    `torch.compile` traces, and code inside of a store of the script's own.
+    contains it. No store is entered for evaluation, frozen models, modules that a checkpoint runs again in backward,
+    what `torch.compile` traces, and code inside of a store of the script's own.
 
     Parameters
     ----------
