@@ -28,6 +28,7 @@ from actstore.autograd.protect import TRANSPARENT
 from actstore.autograd.sensitive import BY_RESULT, CHOICES, COMPARISONS, DECIDE_BY_SIGN, DECIDE_BY_VALUE, POLES, SIGNS
 from actstore.base.call_site import last_number, number_before, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
+from actstore.base.operators import COPY_SLICES
 from actstore.base.spec import Spec
 from actstore.codecs import Codec
 from actstore.codecs.slopes import Levels, Side
@@ -279,7 +280,7 @@ def _by_result(tensor: Tensor, producer: str) -> str:
         if node is None:
             break
         producer = node.name()
-    return _UNKNOWN if producer in ("", "CopySlices") else ""
+    return _UNKNOWN if producer in ("", COPY_SLICES) else ""
 
 
 _MAX_DEPTH = 4  # of functions that backward calls

@@ -82,7 +82,12 @@ def test_two_forwards_and_one_backward() -> None:
 def test_only_operators_of_pytorch_run_twice() -> None:
     assert BUILT_IN_NODE.fullmatch("AddmmBackward0")
     assert BUILT_IN_NODE.fullmatch("ScaledDotProductFlashAttentionForCpuBackward0")
-    for others in ("torch::autograd::CppNode<Fused>", "CompiledFunctionBackward", "DoubledBackward", "CopySlices"):
+    for others in (
+        "torch::autograd::CppNode<Fused>",
+        "CompiledFunctionBackward",
+        "DoubledBackward",
+        "torch::autograd::CopySlices",
+    ):
         assert not BUILT_IN_NODE.fullmatch(others)
 
 

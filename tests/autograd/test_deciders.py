@@ -269,6 +269,30 @@ def test_what_cannot_keep_signs_stays_exact_with_a_reason():
     assert "ReluBackward0 decides by its sign, which topk loses" in str(report)
 
 
+IN_PLACE = {name: run for name, run in (CASES | NAMED).items() if name.endswith(("_", "in place"))} | {
+    "ELU": nn.ELU(0.3, inplace=True),
+    "SELU": nn.SELU(inplace=True),
+}
+PARTS = {
+    "whole": lambda x: x.view(-1, 1),
+    "slice": lambda x: x[: len(x) // 2],
+    "transposed": lambda x: x[: len(x) // 2 * 2].view(2, -1).t(),
+    "view of a view": lambda x: x[1:].view(-1, 1).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_on_a_view(name, part):
+    """As an activation in place does to the output of a linear layer of 3 dimensions, which is a view."""
+    x = values(torch.float32)
+    x = x[x.isfinite()]
+    expected, _ = gradient(lambda x: IN_PLACE[name](PARTS[part](x)), x, "keep")
+    found, _ = gradient(lambda x: IN_PLACE[name](PARTS[part](x)), x, "int8")
+    of_values = name in ("ELU", "SELU")  # their slopes jump by 0.7
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.2 if of_values else 0)
+
+
 @pytest.mark.parametrize("policy", ["int8", "int4"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_model_calls_an_operator_itself(name, policy):
