@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from inspect import signature
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -52,7 +54,7 @@ def pairs(op: Any, limit: int | None) -> Iterator[Pair]:
         if number == limit:
             break
         for form, function in written(op).items():
-            if form == "method" and not isinstance(sample.input, Tensor):
+            if form != "function" and not isinstance(sample.input, Tensor):
                 continue
             name = f"{op.full_name}, {form}, sample {number}"
             calls = (sampled(name, function, each, in_place=False) for each in (sample, _double(sample)))
@@ -73,7 +75,26 @@ def written(op: Any) -> dict[str, Callable[..., Any]]:
     method = getattr(op.method_variant, "__name__", "")
     if method.isidentifier() and getattr(Tensor, method, None) is op.method_variant:
         found["method"] = eval(f"lambda x, *args, **kwargs: x.{method}(*args, **kwargs)")
+    in_place = _in_place(op)
+    if in_place is not None:
+        found["in place"] = in_place
+        found["in place on a view"] = lambda x, *args, **kwargs: in_place(x.view_as(x), *args, **kwargs)
     return found
+
+
+def _in_place(op: Any) -> Callable[..., Any] | None:
+    """Return what writes an operator's result over its input, if there is such a thing."""
+    name = getattr(op.inplace_variant, "__name__", "")
+    if not op.supports_inplace_autograd:
+        return None
+    if name.isidentifier() and getattr(Tensor, name, None) is op.inplace_variant:
+        return cast("Callable[..., Any]", eval(f"lambda x, *args, **kwargs: x.{name}(*args, **kwargs)"))
+    if op.inplace_variant is not None:
+        return cast("Callable[..., Any]", op.inplace_variant)
+    with suppress(ValueError):  # of a built-in function
+        if "inplace" in signature(op.op).parameters:
+            return partial(op.op, inplace=True)
+    return None
 
 
 def _double(sample: Any) -> Any:

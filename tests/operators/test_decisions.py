@@ -101,9 +101,14 @@ def other_names(monkeypatch):
     monkeypatch.setattr(deciders, "operator_name", lambda _: "mul")
 
 
+def no_views(monkeypatch):
+    monkeypatch.setattr(deciders, "COPY_SLICES", "")
+
+
 @pytest.mark.parametrize(
     ("plant", "names"),
     [
+        (no_views, {"nn.functional.relu"}),
         (moved_bounds, {"nn.functional.hardtanh", "nn.functional.leaky_relu", "nn.functional.threshold"}),
         (no_sides_of_levels, {"nn.functional.hardswish", "nn.functional.selu"}),
         (no_signs, {"abs", "nn.functional.prelu", "nn.functional.relu"}),
