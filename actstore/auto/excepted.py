@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -29,6 +30,7 @@ from actstore.recompute.running import current, running
 from actstore.recompute.tiles import Slices, is_sum, runner
 
 OPERATORS = ("matmul", "sdpa", "conv")  # dear to compute, and their results are few
+UNSEEN = "autograd.Function"  # the graph does not show the operators inside
 MAX_EXCEPTED_PARTS = 2  # parts of a unit to try as exceptions: those that save most
 MAX_NODES = 2000  # of autograd's graph, inspected once for each unit
 
@@ -207,7 +209,10 @@ def _is_checkpointed() -> bool:
 
 
 def _results_between(inputs: Sequence[Any], output: Any) -> dict[str, int]:
-    """Return the bytes of a module's output, and of each class of `OPERATORS` in autograd's graph before it."""
+    """Return the bytes of a module's output, and of each class of `OPERATORS` in autograd's graph before it.
+
+    `UNSEEN` has the number of custom functions.
+    """
     found = {"": sum(leaf.nbytes for leaf in tree_leaves(output) if type(leaf) is Tensor)}
     seen = {leaf.grad_fn for leaf in inputs if isinstance(leaf, Tensor)} | {None}
     waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -216,6 +221,8 @@ def _results_between(inputs: Sequence[Any], output: Any) -> dict[str, int]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if issubclass(type(node), BackwardCFunction):
+            found[UNSEEN] = found.get(UNSEEN, 0) + 1
         operator = f"aten.{operator_of_node(node.name())}"
         for name in OPERATORS:
             if covers(name, operator):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from actstore.auto.excepted import UNSEEN
 from actstore.plan.decisions import KEEP, by_part, excepted_part, recomputed_calls, recomputes, recomputes_all
 from actstore.plan.profile import SharedBytes, UnitFigures
 from actstore.plan.solver.chain import LayerOption, needed
@@ -118,7 +119,8 @@ class Forecast:
     def _excepted(self, name: str, part: str) -> float:
         """Return the bytes that a part holds which does not run again: its results, and what it saves."""
         if part.startswith("@"):
-            return self._results.get(name, {}).get(part[1:], self.saved(name))
+            results, saved = self._results.get(name, {}), self.saved(name)
+            return results.get(part[1:], saved) + (saved if UNSEEN in results else 0)
         return self._part(name, part) + self._results.get(f"{name}.{part}", {}).get("", 0)
 
     def _staged(self, name: str) -> float:

@@ -319,7 +319,7 @@ class Probes:
         self._ran.update(sample.figures.keys())
         for name, figures in sample.figures.items():
             if name not in self._samples:
-                self._kinds[name] = self._kind(name, figures[0].total("saved"))
+                self._kinds[name] = self._kind(name, figures[0].total("saved"), unread=name in sample.unread)
             self._samples.setdefault(name, []).extend((one, sample.saved) for one in figures)
         self._expect()
         self._share(sample, first=first)
@@ -573,14 +573,14 @@ class Probes:
         """Return the bytes that a unit saves in the largest step."""
         return median(self.scale(saved) * f.total("saved") for f, saved in self._samples[name])
 
-    def _kind(self, name: str, saved: int) -> str:
+    def _kind(self, name: str, saved: int, *, unread: bool) -> str:
         alike = self._class(name)
         others = (other for other in self._samples if self._kinds[other].startswith(alike))
         sizes = (self._samples[other][0][0].total("saved") for other in others)
         # The first block may save what all share, such as rotary embeddings.
         saved = next((size for size in sizes if abs(size - saved) <= ALIKE * saved), saved)
         tiled = self._profiler.separability.part_in_tiles(name)
-        kind = f"{alike}{saved}{self._calls.text(name)}{tiled and f' {tiled} in tiles'}"
+        kind = f"{alike}{saved}{self._calls.text(name)}{tiled and f' {tiled} in tiles'}{' unread' * unread}"
         if not self._tries.shapes[name].named:  # no rule can name it, so it has no choice
             return f"{kind} {name}"
         return kind if self._tries.recomputable(self._tries.shapes[name]) else f"{kind} once"

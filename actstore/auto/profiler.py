@@ -340,7 +340,10 @@ class Profiler:
             turns |= calls_at_turns({"": turns[of_most][0]}, {"": calls[of_most]}, held)
             calls[""] = calls[of_most]
         storages, self._storages = self._storages, []
-        parts, transient = self._bytes({name: held[name].index(max(held[name])) for name in turns if name in held})
+        reached = set(map(self._unit_of.__getitem__, backward.keys() - {BACKWARD_END}))
+        unread = [name for name in ran if name and step.turned and name not in reached]
+        fullest = {name: held[name].index(max(held[name])) for name in turns if name in held}
+        parts, transient = self._bytes(fullest, unread)
         shared = [] if turns else self._sharing(storages, [*units, ""], step.decisions, parts)
         errors, work = self._errors(step), self._work(step)
         figures: dict[str, list[UnitFigures]] = {}
@@ -360,7 +363,7 @@ class Profiler:
             figures[name] = _split(whole, forward[name], backward.get(name, {})) if alone else [whole]
         busy = sum(sum(forward.get(name, [])) for name in units)
         busy += sum(ms for calls in backward.values() for ms in calls.values())
-        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, turns, shared)
+        return Sample(figures, calls, step.total, max(0.0, step.total - busy), step.turned, turns, shared, unread)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -383,14 +386,20 @@ class Profiler:
                 found.setdefault(self.find(account.site.name)[0], [0] * len(turns))[i] += nbytes
         return found
 
-    def _bytes(self, fullest: dict[str, int]) -> tuple[dict[str, dict[str, UnitBytes]], dict[str, int]]:
-        """Return the bytes of the parts of units, and the most beside them. `fullest` are the turns that count."""
+    def _bytes(
+        self, fullest: dict[str, int], unread: Sequence[str] = ()
+    ) -> tuple[dict[str, dict[str, UnitBytes]], dict[str, int]]:
+        """Return the bytes of the parts of units, and the most beside them. `fullest` are the turns that count.
+
+        What `unread` units hold is freed once the model drops their results: until then, all of it counts.
+        """
         parts: dict[str, dict[str, UnitBytes]] = {}
         transient: dict[str, int] = {}
         turns = self._ledger.turns
         for account in self._ledger.accounts():
             unit, part = self.find(account.site.name)
             held = turns[fullest[unit]].get(account, 0) if turns and unit in fullest else account.held_at_exit
+            held = account.peak if unit in unread else held
             if not (account.saved or account.stored or held):
                 continue
             decision = account.decision

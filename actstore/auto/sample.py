@@ -29,6 +29,7 @@ class Sample:
     rest : the milliseconds of `total` outside of all units
     backward : whether backward ran
     shared : bytes that several units save; `holds` has the decisions of this step
+    unread : units whose gradients have not come, because nothing reads their results: forward alone holds their bytes
     """
 
     figures: dict[str, list[UnitFigures]]
@@ -38,6 +39,7 @@ class Sample:
     backward: bool
     turns: dict[str, list[int]] = field(default_factory=dict)
     shared: list[SharedBytes] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     @property
     def saved(self) -> int:

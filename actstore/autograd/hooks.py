@@ -121,7 +121,7 @@ class Scope:
             except (NotImplementedError, RuntimeError):  # sparse, jagged, and other layouts without one storage
                 return _without_storage(tensor, frame)
             nbytes = storage.nbytes()
-            if nbytes < frame.keep_below:
+            if nbytes < frame.keep_below and (base is None or tensor.requires_grad or frame.groups(tensor, nbytes)):
                 key, small = hold_weak(storage), frame.small  # the reference is first, as in `Storages.meet`
                 if key in small or key in parameters:
                     free_weak(key)
@@ -190,6 +190,7 @@ class Scope:
             kept = Kept(tensor, account, self.ledger.hold(account, saved, 0, held))
         else:  # it is held already, by the small tensors of an ended call
             self.ledger.add(account, saved, 0, 0)
+            self.storages.kept_parts.pop(key, None)  # all of it is kept
             kept = Kept(tensor, account, frame.share(key))
         self.storages.kept[key] = ref(kept)
         return kept

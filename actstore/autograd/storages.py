@@ -102,8 +102,11 @@ class Storages:
     def count_small(self, small: dict[int, int]) -> tuple[int, int]:
         """Return the bytes that plain autograd holds because of small storages, and the number of new ones."""
         known = small.keys() & self.counted
+        before = sum(map(small.__getitem__, known))
+        if self.parts:
+            before += sum(nbytes_of(self.parts[key]) for key in (small.keys() & self.parts.keys()) - known)
         self.counted.update(small)
-        return sum(small.values()) - sum(map(small.__getitem__, known)), len(small) - len(known)
+        return sum(small.values()) - before, len(small) - len(known)
 
     def note_saver(self, key: int, nbytes: int, name: str, *, is_input: bool = False) -> None:
         """Note who saves a storage, in a step that is measured."""

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.utils.parametrize import ParametrizationList
 
 from actstore.autograd.protect import COMPUTED
-from actstore.autograd.storages import Storages
+from actstore.autograd.storages import Storages, part_of
 from actstore.base.checkpoints import in_reentrant
 from actstore.base.ledger import Account, Ledger
 from actstore.base.note import SMALL, Note
@@ -185,7 +185,10 @@ class Frame:
             for key in small.keys() & storages.kept.keys():
                 if (kept := storages.kept[key]()) is not None:
                     others.append(kept)
-                    del small[key]
+                    if key in storages.kept_parts:
+                        small[key] = storages.keep(key, small[key], None, new=False)
+                    else:
+                        del small[key]
             for key in small.keys() & storages.small.keys():
                 if (frame := storages.small[key]()) is not None:
                     others.append(frame.share(key))
@@ -195,6 +198,10 @@ class Frame:
         self._shared: dict[int, Finalizer] = {}
         self.last = self.place.book(saved, held, count)
         storages.small.update(dict.fromkeys(small, ref(self)))
+
+    def groups(self, tensor: Tensor, nbytes: int) -> bool:
+        """Return whether a view is accounted for in the group: not a kept slice of a table of `nbytes`."""
+        return self.target is not None or not self.counted or part_of(tensor, nbytes) is None
 
     def share(self, key: int) -> Finalizer:
         """Return the finalizer of one small storage of this call, which has ended, for another holder of it."""

@@ -182,7 +182,10 @@ class Recorder:
         key = 0 if storage is None else storage._cdata
         counts = storage is not None and key not in self._weights
         nbytes = 0 if storage is None else storage.nbytes()
-        grouped = tracker is not None and nbytes < tracker.frame.keep_below  # a report counts all of such a storage
+        frame = None if tracker is None else tracker.frame
+        grouped = (
+            frame is not None and nbytes < frame.keep_below and (tensor._base is None or frame.groups(tensor, nbytes))
+        )
         if counts and not grouped and not self._tensors[key]:
             part, known = part_of(tensor, nbytes), joined([*self._parts.get(key, {}).values()])
             nbytes = nbytes_of(joined([*known, part or (0, nbytes)])) - nbytes_of(known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -46,13 +47,17 @@ def shapes_of(model: Module) -> list[Shape]:
     """Return the units of a model: its repeated blocks, the outermost modules without a block inside, and the model.
 
     A module without a forward of its own (a list of lists, a dict) gives the units inside it. A compiled module is one
-    unit without parts.
+    unit without parts. Parts leave out a module that several others have: rules name it in the first one alone.
     """
     named = dict(named_modules(model))
     names = {module: name for name, module in named.items()}
     blocks = {named[name] for name in repeated_blocks(model)}
     whole = set(_compiled(model))
+    parents = Counter(child for module in model.modules() for child in module.children())
     found: list[Shape] = []
+
+    def parts_of(unit: Module) -> dict[str, Module]:
+        return {name: part for name, part in _parts(unit).items() if parents[part] == 1}
 
     def visit(module: Module, repeated: bool) -> None:
         for child in module.children():
@@ -61,7 +66,7 @@ def shapes_of(model: Module) -> list[Shape]:
                 visit(child, block)
             elif child in whole or block or not blocks.intersection(child.modules()):
                 if child in names:
-                    found.append(Shape(names[child], child, {} if child in whole else _parts(child), block))
+                    found.append(Shape(names[child], child, {} if child in whole else parts_of(child), block))
             else:
                 visit(child, False)
 

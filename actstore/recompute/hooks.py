@@ -139,11 +139,12 @@ class FirstHooks:
         for storage in _counted(tensor):
             key, nbytes = storage._cdata, storage.nbytes()
             if key not in scope.parameters:
-                if key not in self._counted:
+                measured = scope.storages.savers is not None
+                if measured or key not in self._counted:
                     part = part_of(tensor, nbytes) if type(tensor) is Tensor else None
                     self._fresh += scope.storages.count(key, storage, part)
-                if scope.storages.savers is not None:
-                    scope.storages.note_saver(key, nbytes, call.account.site.name)
+                    if measured and part is None:
+                        scope.storages.note_saver(key, nbytes, call.account.site.name)
                 self._sizes[key] = nbytes
             if key in self._buffers:
                 call.state.weights.saved(key)

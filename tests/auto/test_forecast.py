@@ -28,7 +28,11 @@ class Rectified(nn.Module):
 
 
 class OneActivation(nn.Module):
-    """Blocks that share one module without weights."""
+    """Blocks that share one module without weights, of the model's own class: rules name it in the first one alone."""
+
+    class Smooth(nn.Module):
+        def forward(self, x):
+            return functional.gelu(x) * torch.sigmoid(x)
 
     class Block(nn.Module):
         def __init__(self, activation):
@@ -40,7 +44,7 @@ class OneActivation(nn.Module):
 
     def __init__(self):
         super().__init__()
-        activation = nn.GELU()
+        activation = OneActivation.Smooth()
         self.blocks = nn.ModuleList([OneActivation.Block(activation) for _ in range(3)])
 
     def forward(self, x):
@@ -89,6 +93,77 @@ class Between(nn.Module):
         return x.square().mean()
 
 
+class Sliced(nn.Module):
+    """Blocks that get slices of one table, which the model keeps as a plain attribute."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x, scale):
+            return x + self.b(torch.tanh(self.a(x)) * scale)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.table = nn.ModuleList([Sliced.Block() for _ in range(3)]), torch.rand(2048, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.table[: len(x)])
+        return x.square().mean()
+
+
+class Unread(nn.Module):
+    """Layers whose results nothing reads, before others of their class: forward alone holds their bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = (
+            nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)])
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        unread = x
+        for layer in self.encoder:
+            unread = layer(unread)
+        for layer in self.decoder:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Hidden(nn.Module):
+    """Blocks with a matrix product that autograd's graph does not show."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * (x[:128] @ x.T).mean()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (ctx.saved_tensors[0][:128] @ ctx.saved_tensors[0].T).mean()
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return x + self.b(torch.tanh(Hidden.Product.apply(self.a(x))))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Hidden.Block() for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
 def peak_of(model, store):
     """Train a step; return its peak in bytes."""
     x = torch.randn(256, 16)
@@ -100,7 +175,7 @@ def peak_of(model, store):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.6, 0.9])
-@pytest.mark.parametrize("make", [Rectified, OneActivation, Bypassed, Between])
+@pytest.mark.parametrize("make", [Rectified, OneActivation, Bypassed, Between, Sliced, Unread, Hidden])
 def test_no_step_after_the_first_exceeds_the_budget(make, share):
     torch.manual_seed(0)
     model = make()

@@ -27,9 +27,9 @@ def report_of(batch, policy, loss=lambda y: y.sum()):
     return report
 
 
-@pytest.fixture
-def data():
-    return torch.randn(100 * ROWS, WIDTH)
+@pytest.fixture(params=[100, 12])  # a store accounts for kept storages below 1 MiB in groups
+def data(request):
+    return torch.randn(request.param * ROWS, WIDTH)
 
 
 @pytest.mark.parametrize("policy", ["keep", "raw", "int8", "raw @ disk", "recompute", "derive"])
@@ -69,6 +69,26 @@ def test_all_of_a_storage_behind_a_part_counts_the_rest(data):
     with store:
         y = (data[:ROWS] * weight).sum() + (data * weight).sum() + (data[ROWS:] * weight).sum()
     assert store.report().saved_bytes == store.report().held_bytes == data.nbytes
+    del y
+    check_drained(store)
+
+
+def test_all_of_a_storage_behind_a_part_of_another_call_counts_the_rest(data):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(()))
+
+        def forward(self, *batches):
+            return sum((batch * self.weight).sum() for batch in batches)
+
+    part, rest, whole = net = nn.Sequential(Scaled(), Scaled(), Scaled())
+    store = ActivationStore(net, "keep", min_bytes=0)
+    with store:
+        y = part(data[:ROWS]) + rest(data, data[ROWS:]) + whole(data)
+    report = store.report()
+    assert report.saved_bytes == report.held_bytes == data.nbytes
+    assert sorted(row.saved for row in report.modules) == [NBYTES, data.nbytes - NBYTES]
     del y
     check_drained(store)
 
