@@ -264,12 +264,13 @@ class LaterHooks:
         mode ends the run before its next operator, which may first have to move the saved tensor.
         """
         parameters, slots, repeating = self._scope.parameters, self._slots, self._repeating
+        slot = slots[self._count]() if self._count < len(slots) else None
         result = None
         for storage in _counted(tensor):
             key = storage._cdata
             if key in self._booked:
                 result = self._booked[key]
-            elif key not in parameters:
+            elif slot is not None and key not in parameters:  # otherwise it is freed, and another has its key
                 self._sizes[key] = storage.nbytes()
         if self._has_all or (repeating is not None and repeating.has_all):
             raise _StopRecomputationError
@@ -283,7 +284,6 @@ class LaterHooks:
         if repeating is not None:
             repeating.saved.append(tensor)
         index, self._count = self._count, self._count + 1
-        slot = slots[index]() if index < len(slots) else None
         if slot is not None:
             form = tensor.shape, tensor.dtype, tensor.device
             if form != slot.form and self._difference is None:

@@ -278,3 +278,30 @@ def test_a_result_is_stored_in_inference_mode():
 
     for decision in ("keep", "raw", "raw @ disk"):
         check_same(gradient(f"*/@norm : {decision}; 0.* : recompute; * : keep"), gradient())
+
+
+class Scored(nn.Module):
+    """Computes scores that choose and need no gradient, as an indexer of sparse attention does."""
+
+    def __init__(self, *, scores):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.scores = nn.Linear(64, 64), nn.Linear(64, 64), scores
+
+    def forward(self, x):
+        if self.scores:
+            x = x + torch.stack([torch.tanh(self.a(x) * each).exp().mean() for each in range(1, 8)]).argmax()
+        return torch.tanh(self.b(x))
+
+
+def test_what_nothing_reads_is_free_when_the_run_ends():
+    def peak(model):
+        x = torch.randn(256, 64, requires_grad=True)
+        store = ActivationStore(model, "0 : recompute", min_bytes=0)
+        with store:
+            loss = model(x).sum()
+        loss.backward()
+        return store.report().peak_held_bytes
+
+    inner = 4 * 256 * 64 + 64  # what the scores are added to, and their choice
+    assert peak(nn.Sequential(Scored(scores=True))) <= peak(nn.Sequential(Scored(scores=False))) + inner
