@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from actstore.accuracy.influence.pairs import Pairs
-from actstore.auto.machine import alloc_retries, ran_out
+from actstore.auto.machine import AllocatorPeak, alloc_retries, ran_out
 from actstore.auto.planner import Duel, Planner, least_of, unfit
 from actstore.auto.probes import Probes
 from actstore.auto.sample import Sample
@@ -24,7 +25,6 @@ from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError, StateError
 from actstore.model.units import device_of
 from actstore.plan.plan import Plan
-from actstore.plan.profile import Memory
 from actstore.plan.values import Grants
 from actstore.policy import Auto, Rules
 from actstore.store.tierset import TierSet
@@ -33,6 +33,7 @@ log = logging.getLogger("actstore")
 
 OOM_BUDGET_SHARE = 0.9  # of the bytes held when memory ran out
 RETRY_BUDGET_SHARE = 0.95  # of the budget, after the allocator had to return cached memory to find some
+TOLERATED_EXCESS = 0.005  # of a total: allocators round up
 MAX_GROWTH = 1.1  # of the saved bytes since they were measured; beyond this, steps are measured again
 
 
@@ -68,6 +69,8 @@ class LocalBoard:
         self._guarded = False  # the running step exceeds its plan, and so recomputes all
         self._duel: Duel | None = None  # the plan and a policy in one line run in alternate steps
         self._rates = False  # the running step measures the effect of errors
+        self._allocator = None if auto.total is None else AllocatorPeak(steps.model, steps.ledger)
+        self._room = ""  # the last words for what a total leaves
         self._rating = _rate(self.planner.probes, pairs, steps.ledger)
         steps.ledger.budget.set(grants.device)
 
@@ -85,15 +88,16 @@ class LocalBoard:
             before the first plan: later the plan with the least memory runs, with a warning
         """
         steps, probes = self._steps, self.planner.probes
+        beside = None if self._allocator is None else self._allocator.finish(probes.memory)
         if steps.have_changed(modules):
             self._start_again("the model's modules have changed")
         elif sample is not None:
-            probes.add(sample, steps.ledger.peak)
+            probes.add(sample, steps.ledger.peak, beside if steps.plan is None else None)
             self._inputs.saved(sample.saved)
         if self._guarded and steps.plan is not None:
             steps.use(steps.plan.decisions)
         if steps.plan is not None:
-            self._watch(sample)
+            self._watch(sample, beside)
         self._guarded = False
         if steps.plan is None:
             self._measure()
@@ -104,6 +108,7 @@ class LocalBoard:
     def _measure(self) -> None:
         """Run the decisions of the next step that measures, or the first plan."""
         planner = self.planner
+        self._make_room()
         decisions = planner.probes.propose(self._steps.place)
         self._rates = False
         if decisions is None and planner.grants.max_noise > 0:
@@ -118,7 +123,9 @@ class LocalBoard:
         except CapacityError as error:
             if not planner.planned_for:  # no plan has run yet
                 if self._auto.total is not None and (least := least_of(error)):
-                    total = int(least + planner.probes.memory().lasting) // 1024 + 1
+                    probes, lasting = planner.probes, planner.probes.memory().lasting
+                    sums = [peak + beside for _, peak, beside in probes.peaks_beside()]
+                    total = int(lasting + min(least + (probes.most_beside() or 0), *sums, inf)) // 1024 + 1
                     error.add_note(f'actstore: or Auto(total="{total}KiB")')
                 for why in planner.history:
                     error.add_note(f"actstore: {why}")
@@ -128,16 +135,23 @@ class LocalBoard:
     def begin(self) -> None:
         """Begin the step."""
         self._inputs.begin()
+        if self._allocator is not None:
+            measured = self._steps.times.wanted and self.measures
+            self._allocator.begin(self._steps.place.device, self.planner.probes.memory, measured=measured)
 
     def end_forward(self, error: BaseException | None) -> None:
         """End the forward, which may have failed with `error`."""
         self._inputs.end()
+        if self._allocator is not None:
+            self._allocator.look()
         if error is not None:
             self.tightened(error)
 
     def close(self) -> None:
         """End the measurements, as the store is closed."""
         self.planner.probes.close()
+        if self._allocator is not None:
+            self._allocator.close()
 
     def state(self) -> dict[str, Any]:
         """Return what `resume` takes, as JSON values. Measurements are part of it once a plan runs."""
@@ -234,28 +248,57 @@ class LocalBoard:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Plan from the measurements so far, and run the plan."""
-        steps = self._steps
-        self._make_room(self.planner.probes.memory())
-        plan, self._duel = self.planner.plan(steps.place, steps.plan, margin=self._inputs.spread)
-        steps.run(plan)
-        log.info("plan: %s", plan.certificate)
-
-    def _make_room(self, memory: Memory) -> None:
-        """Plan with less where a total bounds the bytes of optimizer states, too, which the first step has made.
+        """Plan from the measurements so far, and run the plan.
 
         Raises
         ------
-        CapacityError : nothing is left for activations
+        CapacityError : no plan fits, and no measured step has kept a total
         """
-        planner, budget = self.planner, self._auto.beside(memory.lasting).budget_nbytes
-        if budget < planner.grants.device:
-            planner.limit(replace(planner.grants, device=budget))
-            planner.history.append(
-                f"optimizer states take {format_nbytes(memory.optimizer or 0)} of the total, and leave "
-                f"{format_nbytes(budget)} for activations"
-            )
-            self._steps.ledger.budget.set(budget)
+        steps, planner = self._steps, self.planner
+        self._make_room()
+        try:
+            plan, self._duel = planner.plan(steps.place, steps.plan, margin=self._inputs.spread)
+        except CapacityError:
+            lasting = planner.probes.memory().lasting
+            bound = (1 + TOLERATED_EXCESS) * (self._auto.total_nbytes or 0) - lasting
+            kept = [(ran, peak) for ran, peak, beside in planner.probes.peaks_beside() if peak + beside <= bound]
+            if not kept:
+                raise
+            self._leave(int(min(peak for _, peak in kept)) + 1)
+            plan, self._duel = planner.plan(steps.place, steps.plan, ran=kept)
+        steps.run(plan)
+        log.info("plan: %s", plan.certificate)
+
+    def _make_room(self) -> None:
+        """Plan with less where a total bounds optimizer states, which the first step has made, and temporary results.
+
+        A budget that has become smaller, as memory ran out, stays.
+        """
+        probes, total = self.planner.probes, self._auto.total_nbytes
+        if total is None:
+            return
+        budget = max(1, total - probes.memory().lasting - (probes.most_beside() or 0))
+        if budget < self.planner.grants.device:
+            self._leave(budget)
+        elif probes.most_beside() is not None:
+            probes.reserve(probes.most_beside() or 0)
+
+    def _leave(self, budget: int) -> None:
+        """Leave these bytes of the total to activations."""
+        planner, memory, total = self.planner, self.planner.probes.memory(), self._auto.total_nbytes or 0
+        planner.limit(replace(planner.grants, device=budget))
+        temporary = planner.probes.most_beside()
+        if temporary is not None:
+            temporary = min(temporary, total - memory.lasting - budget) if budget > 1 else temporary
+            planner.probes.reserve(temporary)
+        planner.history = [why for why in planner.history if why != self._room]
+        self._room = (
+            f"optimizer states take {format_nbytes(memory.optimizer or 0)} of the total, "
+            f"{f'temporary results {format_nbytes(temporary)}, ' if temporary else ''}and leave "
+            f"{format_nbytes(budget)} for activations"
+        )
+        planner.history.append(self._room)
+        self._steps.ledger.budget.set(budget)
 
     def _plan_for_least(self, refusal: CapacityError) -> None:
         """Run the plan with the least memory, where none keeps the budget any more."""
@@ -268,7 +311,19 @@ class LocalBoard:
             "batches"
         )
 
-    def _watch(self, sample: Sample | None) -> None:
+    def _exceeds_total(self, saved: int, peak: float, beside: int | None) -> str:
+        """Return in words by how much the allocator exceeded the total in the step that has ended; empty if not."""
+        total = self._auto.total_nbytes
+        if total is None or beside is None:
+            return ""
+        most = self.planner.probes.memory().lasting + peak + beside
+        if most <= (1 + TOLERATED_EXCESS) * total or not self.planner.needs_plan(saved):
+            return ""
+        self.planner.probes.add_beside(saved, beside)
+        self.planner.probes.forget_peaks(self._steps.decisions)
+        return f"the allocator held {format_nbytes(most)} at the peak of a step, more than the total"
+
+    def _watch(self, sample: Sample | None, beside: int | None) -> None:
         """Check the step that has ended, and plan again where it deviates from the prediction."""
         steps, planner, probes = self._steps, self.planner, self.planner.probes
         plan, peak = steps.plan, steps.ledger.peak
@@ -280,6 +335,8 @@ class LocalBoard:
         if retries > self._retries:
             self._retries = retries
             self._give_up(int(RETRY_BUDGET_SHARE * planner.grants.device), "the device's allocator was short of memory")
+        elif why := self._exceeds_total(saved, peak, beside):
+            self._again(why)
         elif peak > planner.grants.device and planner.needs_plan(saved):
             self._again(planner.exceeded(peak, plan))
         elif self._guarded and planner.needs_plan(saved) and is_larger(probes.largest, planner.planned_for):

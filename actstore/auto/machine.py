@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from actstore._version import __version__
+from actstore.base.ledger import Ledger
+from actstore.devices import Device
 from actstore.errors import ActstoreError
 from actstore.plan.profile import Memory
+from actstore.rerun.optimizers import OptimizerHook, live_optimizers, serving
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
@@ -64,6 +69,67 @@ def _updating(optimizer: Optimizer) -> int:
         if not group.get("fused"):
             most = max(most, sum(sizes) if foreach else max(sizes, default=0))
     return most
+
+
+class AllocatorPeak:
+    """The peak of the device's allocator, from the start of a step to that of its optimizer.
+
+    On the host, tensors of the process that the first step finds do not count; on any other device all do.
+    """
+
+    def __init__(self, model: Module, ledger: Ledger) -> None:
+        self._model, self._ledger = model, ledger
+        self._device: Device | None = None  # of the running step; None where its allocator does not count
+        self._is_open = False  # no optimizer has stepped after backward
+        self._before = self._most = 0  # the peak at the start of the step, and since
+        self._known: int | None = None  # of a measured step: see `_count`
+        self._beyond: int | None = None  # bytes that the count has beyond the model's, at the first step
+        self._hook = OptimizerHook(self._stepping, register_optimizer_step_pre_hook)
+
+    def begin(self, device: Device, memory: Callable[[], Memory], *, measured: bool) -> None:
+        """Start a step. The allocator's peak is reset only for a step that is to be measured."""
+        counted = device.allocated(reset=measured)
+        self._device, self._is_open, self._most = None if counted is None else device, True, 0
+        self._before = 0 if counted is None or measured else counted[1]
+        self._known = None if counted is None or not measured else self._count(device, counted[0], memory())
+
+    def look(self) -> None:
+        """Note the peak so far, in case the caller resets it."""
+        if self._is_open and self._device is not None and (counted := self._device.allocated()) is not None:
+            self._most = max(self._most, counted[1])
+
+    def finish(self, memory: Callable[[], Memory]) -> int | None:
+        """End the step. Return its bytes at the allocator's peak beside `Memory.lasting` and the peak of activations.
+
+        None where the allocator does not count, or an earlier step held more and the peak was not reset.
+        """
+        self.look()
+        device, self._device = self._device, None
+        if device is None or self._most <= self._before or (counted := device.allocated()) is None:
+            return None
+        known = self._count(device, counted[0], memory()) if self._known is None else self._known
+        return max(0, int(self._most - known - self._ledger.peak))
+
+    def close(self) -> None:
+        """End the counts."""
+        self._device = None
+        self._hook.close()
+
+    def _count(self, device: Device, now: int, memory: Memory) -> int:
+        """Return what the allocator would count without activations, with all that lasts, and all gradients there."""
+        grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        missing = memory.gradients - sum(grad.nbytes for grad in grads if grad.layout is torch.strided)
+        count = now + missing - self._ledger.held
+        if self._beyond is None:
+            if memory.optimizer is None:  # it may have states of an earlier run
+                memory = memory_of(self._model, serving(self._model, live_optimizers()))
+            self._beyond = count - memory.lasting if device.on_host else 0
+        return min(count, memory.lasting + self._beyond)  # the rest is of others
+
+    def _stepping(self, optimizer: Optimizer) -> None:
+        if self._device is not None and self._is_open and serving(self._model, [optimizer]):
+            self.look()
+            self._is_open = self._ledger.held > 0  # else backward is over
 
 
 def alloc_retries(device: torch.device) -> int:

@@ -111,7 +111,13 @@ class Planner:
         return f"a step held {format_nbytes(peak)}, more than the budget"
 
     def plan(
-        self, place: TierSet, current: Plan | None = None, *, device: int | None = None, margin: float = 0.0
+        self,
+        place: TierSet,
+        current: Plan | None = None,
+        *,
+        device: int | None = None,
+        margin: float = 0.0,
+        ran: Sequence[tuple[Mapping[str, str], float]] = (),
     ) -> tuple[Plan, Duel | None]:
         """Plan from the measurements so far. The current choice stays where another gains little.
 
@@ -119,6 +125,7 @@ class Planner:
         ----------
         device : bytes to plan with; by default the budget
         margin : bytes for a step that is larger than any so far, where a plan fits with them
+        ran : decisions of steps, and their peaks: the plan is the fastest of them
 
         Returns
         -------
@@ -132,14 +139,14 @@ class Planner:
 
         grants = self.grants
         room = grants.device if device is None else device
-        profile, chain, limits, solution, shift = self._solve(place, room, margin)
-        if current is not None:
+        profile, chain, limits, solution, shift = self._solve(place, room, margin, ran)
+        if current is not None and not ran:
             solution = or_as_before(current.decisions, chain, limits, solution)
         plan = plan_of(profile, chain, solution, grants, shift, tuple(self.history))
         self.excess, self.planned_for = device is not None, self.probes.largest
         if solution.how == "as before" and current is not None:
             return replace(plan, rival=current.rival), None
-        found = None if self.excess else fastest(chain, limits, self.probes.one_lines())
+        found = None if self.excess or ran else fastest(chain, limits, self.probes.one_lines())
         if found is None:
             return plan, None
         text, other = found
@@ -153,7 +160,9 @@ class Planner:
         """Return the plan with the least memory, where `refusal` says that none keeps the budget any more."""
         return self.plan(place, current, device=int(least_of(refusal) * (1 + 1e-6)) + 1)[0]
 
-    def _solve(self, place: TierSet, device: int, margin: float) -> tuple[Profile, LayerChain, Limits, Solution, float]:
+    def _solve(
+        self, place: TierSet, device: int, margin: float, ran: Sequence[tuple[Mapping[str, str], float]]
+    ) -> tuple[Profile, LayerChain, Limits, Solution, float]:
         """Return the best choice within `device` bytes, and the excess of its peak over the predicted one."""
         from actstore.plan.outcome import ran_within, too_small
         from actstore.plan.solver.microbatches import solve_step
@@ -161,6 +170,8 @@ class Planner:
         profile, grants = self.probes.profile(place.device.torch_device), self.grants
         chain = chain_of(profile, grants.max_noise, tiles=grants.tiles)
         limits = limits_of(max(0.0, device - self._shift), grants.host, grants.disk, grants.max_noise)
+        if ran and (found := ran_within(chain, limits, ran, device)) is not None:
+            return profile, chain, limits, *found
         if margin:
             narrow = replace(limits, device=max(0.0, limits.device - margin))
             with suppress(CapacityError):

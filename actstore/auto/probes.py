@@ -207,12 +207,14 @@ class Probes:
     ----------
     largest : bytes that plain autograd would hold in the largest step
     excess : bytes by which a step has exceeded the forecast for its own figures, at most
+    temporary : as in `Memory`
     """
 
     def __init__(self, profiler: Profiler, model: Module, grants: Grants, before: Probes | None = None) -> None:
         self.steps = 0
         self.largest = 0
         self.excess = 0.0
+        self.temporary: int | None = None
         self._profiler = profiler
         self._model = model
         self._was: str = digest_of(model) if before is None or before.steps > 1 else before._was
@@ -223,7 +225,8 @@ class Probes:
         self._kinds: dict[str, str] = {}  # of units that ran or are expected to, in the order of forward
         self._ran: Counter[str] = Counter()  # number of steps in which each unit ran
         self._rest: list[float] = []
-        self._peaks: list[tuple[dict[str, str], int, float]] = []  # of steps, with their decisions and saved bytes
+        self._peaks: list[tuple[dict[str, str], int, float, int | None]] = []  # decisions, saved bytes, peak, beside it
+        self._beside: list[tuple[int, int]] = []  # saved bytes of steps, and `beside` of `add`
         self._shared: list[SharedBytes] = []  # of the first step
         self._shared_in = 0  # bytes that step has saved
         self._within: dict[str, dict[tuple[str, ...], int]] = {}  # by kind: bytes that several parts of a unit save
@@ -243,7 +246,11 @@ class Probes:
 
     def memory(self) -> Memory:
         """Return the device memory beside activations."""
-        return memory_of(self._model, list(self._optimizers.found))
+        return replace(memory_of(self._model, list(self._optimizers.found)), temporary=self.temporary)
+
+    def reserve(self, temporary: int) -> None:
+        """Count bytes of temporary results among the memory beside activations."""
+        self.temporary = temporary
 
     def use(self, links: Links) -> None:
         """Set the rates of the links, instead of those that `propose` would measure."""
@@ -286,6 +293,8 @@ class Probes:
             "shared": [[asdict(each) for each in self._shared], self._shared_in, self._holds],
             "within": {kind: [[*each] for each in of_kind.items()] for kind, of_kind in self._within.items()},
             "tiled": parts.tiled,
+            "temporary": self.temporary,
+            "beside": self._beside,
             "modules": [sorted(names) for names in (self._profiler.writers, parts.seen, parts.bound)],
         }
 
@@ -309,9 +318,11 @@ class Probes:
         for names, found in zip((self._profiler.writers, parts.seen, parts.bound), state["modules"], strict=True):
             names.update(found)
         self._profiler.separability.tiled.update(state.get("tiled", {}))
+        self.temporary = state.get("temporary")
+        self._beside = [(int(saved), int(beside)) for saved, beside in state.get("beside", ())]
 
-    def add(self, sample: Sample, peak: float = 0.0) -> None:
-        """Add a step, and its peak where that is to be compared with the forecast."""
+    def add(self, sample: Sample, peak: float = 0.0, beside: int | None = None) -> None:
+        """Add a step, its peak where that is to be compared with the forecast, and bytes as in `add_beside`."""
         first = not self.steps
         self.steps += 1
         self._calls.add(sample)
@@ -327,7 +338,9 @@ class Probes:
             self._rest.append(sample.rest)
         if peak and all(len(figures) == 1 for figures in sample.figures.values()):
             ran = {name: figures[0].decision for name, figures in sample.figures.items()}
-            self._peaks.append((ran, sample.saved, peak))
+            self._peaks.append((ran, sample.saved, peak, beside))
+        if beside is not None:
+            self.add_beside(sample.saved, beside)
         if not any(map(offloads, self._proposed.values())):  # copies in transit come on top
             decisions = {name: self._proposed.get(name, KEEP) for name in self._kinds}
             self.excess = max(self.excess, peak - self._forecast().peak(decisions))
@@ -512,7 +525,24 @@ class Probes:
 
     def peaks(self) -> list[tuple[dict[str, str], float]]:
         """Return the decisions of measured steps, and their peaks, scaled to the largest step."""
-        return [(decisions, self.scale(saved) * peak) for decisions, saved, peak in self._peaks]
+        return [(decisions, self.scale(saved) * peak) for decisions, saved, peak, _ in self._peaks]
+
+    def add_beside(self, saved: int, beside: int) -> None:
+        """Add what a step that saves these bytes had beside its activations and `Memory.lasting`, at most."""
+        self._beside.append((saved, beside))
+
+    def most_beside(self) -> int | None:
+        """Return the largest of these, scaled to the largest step; None where nothing was counted."""
+        return max((int(self.scale(saved) * beside) for saved, beside in self._beside), default=None)
+
+    def peaks_beside(self) -> list[tuple[dict[str, str], float, float]]:
+        """Return the same as `peaks`, and what each step had beside it, where that was counted."""
+        counted = ((ran, self.scale(saved), peak, beside) for ran, saved, peak, beside in self._peaks)
+        return [(ran, scale * peak, scale * beside) for ran, scale, peak, beside in counted if beside is not None]
+
+    def forget_peaks(self, decisions: dict[str, str]) -> None:
+        """Forget the peaks of steps with these decisions: a later one needed more."""
+        self._peaks = [each for each in self._peaks if not each[0].items() <= decisions.items()]
 
     def one_lines(self) -> OneLines:
         """Return policies in one line for the model, by their text."""

@@ -56,6 +56,7 @@ class Steps:
         if plan.window is not None and self._sets_window:
             self.place.engine.resize(plan.window)
         self.times.clear()
+        self.place.let_go()
         cpu_memory.trim()  # measured steps need more than those of the plan
 
     def forget(self) -> None:

@@ -137,7 +137,7 @@ def plan(
         str | None, typer.Option(help="Upper bound for activations on the compute device, such as 20GiB.")
     ] = None,
     total: Annotated[
-        str | None, typer.Option(help="In its place a bound with weights, gradients and optimizer states in it.")
+        str | None, typer.Option(help="In its place a bound on all that the device's allocator holds.")
     ] = None,
     max_noise: Annotated[
         float,

@@ -105,6 +105,15 @@ class Accelerator(Device):
         limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return max(0, min(free, limit - reserved) + reserved - torch.cuda.max_memory_allocated(device))
 
+    def allocated(self, *, reset: bool = False) -> tuple[int, int] | None:
+        device = self.torch_device
+        if reset and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        # `memory_stats` would flatten and sort a hundred figures
+        stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+        found = stats.get("allocated_bytes", {}).get("all")  # absent for an allocator that a plugin brings
+        return None if found is None else (int(found["current"]), int(found["peak"]))
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any, after: Iterable[Ticket] = ()) -> Ticket:
         for ticket in after:  # not under the lock: the host waits here for threads that may need it
             ticket.wait_on(stream)

@@ -93,6 +93,15 @@ class Device(ABC):
         """Return bytes that no step has needed so far; 0 where they are unknown."""
         return 0
 
+    def allocated(self, *, reset: bool = False) -> tuple[int, int] | None:
+        """Return the bytes that the allocator has given out: now, and their peak; None where they are not counted.
+
+        Parameters
+        ----------
+        reset : whether the peak begins anew first
+        """
+        return None
+
     def recycles(self, nbytes: int) -> bool:
         """Return whether freed memory of `empty` is reused for tensors of about its size, without new pages."""
         return False

@@ -72,6 +72,12 @@ class Cpu(Device):
         ticket.wait_on(stream)
         return Done((begin, perf_counter_ns()))
 
+    def allocated(self, *, reset: bool = False) -> tuple[int, int] | None:
+        if reset:
+            cpu_memory.reset_peak()
+        now, peak = cpu_memory.memory_allocated(), cpu_memory.max_memory_allocated()
+        return None if now is None or peak is None else (now, peak)
+
     def recycles(self, nbytes: int) -> bool:
         status = cpu_memory.status()
         return status is not None and status.choice == "pages" and nbytes >= cpu_memory.MIN_PAGED_NBYTES

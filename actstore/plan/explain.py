@@ -215,6 +215,7 @@ def _memory(plan: PlanValues) -> Iterator[str]:
         "gradients": memory.gradients,
         "optimizer states": memory.optimizer or 0,
         "buffers": memory.buffers,
+        "temporary results": memory.temporary or 0,
         "activations": max(0.0, plan.predicted.peak - itself),
         "the model itself and its loss (logits)": itself,
     }
@@ -226,7 +227,8 @@ def _memory(plan: PlanValues) -> Iterator[str]:
     )
     unknown = "" if memory.optimizer is not None else "; no optimizer has stepped, so its states are not counted"
     yield from wrapped(f"Where {format_nbytes(total)} of device memory go: {shown}{unknown}.")
-    if memory.updating > plan.predicted.peak:
+    yield from _bound(plan)
+    if memory.updating > plan.predicted.peak + (memory.temporary or 0):
         yield from wrapped(
             f"The optimizer sets the peak: its step needs about {format_nbytes(memory.updating)} beside its states, "
             f"activations at most {format_nbytes(plan.predicted.peak)}. Give it fused=True or foreach=False."
@@ -246,6 +248,22 @@ def _memory(plan: PlanValues) -> Iterator[str]:
         yield from wrapped(
             f"Activations are not the problem here: even all kept they are {format_nbytes(plan.profile.saved)}. "
             f"Most is in {largest}: {advice[largest]}."
+        )
+
+
+def _bound(plan: PlanValues) -> Iterator[str]:
+    """Yield what the total bounds, where the user has given one."""
+    total = plan.limits.get("total")
+    if total is None:
+        return
+    if plan.profile.memory.temporary is None:
+        yield from wrapped(
+            f"Temporary results come on top of the total of {format_nbytes(total)}: no allocator has counted them."
+        )
+    else:
+        yield from wrapped(
+            f"The total of {format_nbytes(total)} bounds their sum: activations may hold up to "
+            f"{format_nbytes(plan.budget)}."
         )
 
 

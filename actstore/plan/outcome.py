@@ -42,6 +42,7 @@ def plan_of(
             "disk": grants.disk,
             "max_noise": grants.max_noise,
             **({"tiles": 1.0} if grants.tiles else {}),
+            **({} if grants.total is None else {"total": grants.total}),
         },
         chain.plain,
         Prediction(solution.evaluation.total, solution.evaluation.device_peak + shift, solution.evaluation.error),

@@ -28,7 +28,7 @@ class Plan(PlanValues):
     budget : limit of the peak of activations on the compute device (`peak_held_bytes`)
     limits : the planner's limits: bytes on the "device" (less than the budget where steps held more than predicted), in
         "host" memory and on "disk" (None: no limit), "max_noise", the noise that payloads may add, and "tiles", 1
-        where gradients may differ by the rounding of tiles
+        where gradients may differ by the rounding of tiles, and "total", the bound on all device memory, where given
     plain : milliseconds of a step that keeps everything
     predicted, measured : figures of the step; `measured` is None before the plan has run
     bound : lower bound on the ms of any choice among the same options; None where it was not computed

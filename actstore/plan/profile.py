@@ -178,6 +178,8 @@ class Memory:
     ----------
     parameters, gradients, optimizer, buffers : what stays from step to step; gradients may go before forward
     updating : what the optimizer needs for a moment while it steps
+    temporary : all else at the peak of a step: temporary results, logits, gradients of activations, tensors that are
+        not the model's; None where no total bounds them, or no allocator counts
     """
 
     parameters: int
@@ -185,11 +187,17 @@ class Memory:
     optimizer: int | None
     buffers: int
     updating: int = 0
+    temporary: int | None = None
 
     @property
     def lasting(self) -> int:
         """Bytes that are there when backward ends."""
         return self.parameters + self.gradients + (self.optimizer or 0) + self.buffers
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of a total that activations cannot have."""
+        return self.lasting + (self.temporary or 0)
 
 
 @dataclass(frozen=True)

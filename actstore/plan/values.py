@@ -18,6 +18,7 @@ class Grants:
     host, disk : limits in host memory and on disk; None for all that exist, 0 for none
     max_noise : variance that payloads may add to the gradients, as a fraction of that from batch to batch
     tiles : whether gradients may differ by the rounding of tiles
+    total : limit of the bytes on the compute device, all others than activations among them; None without one
     """
 
     device: int
@@ -25,6 +26,7 @@ class Grants:
     disk: int | None
     max_noise: float
     tiles: bool = False
+    total: int | None = None
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,10 @@ class Auto:
         their stores in the same order, and enter them equally often. Ranks with other models of the group, such as
         stages of a pipeline, have a plan of their own. None: this process plans by itself
     wait_s : the most seconds that a rank waits for other ranks in a step that measures
-    total : bound on device memory in place of a budget, as text or int: activations get what weights, gradients,
-        buffers and optimizer states leave. As text: ``"auto(total=24GiB)"``. Not for a group or compiled models
+    total : bound on what the device's allocator holds in forward and backward, as text or int, in place of a budget:
+        activations get what weights, gradients, buffers, optimizer states and temporary results leave, as the first
+        steps measure them. These reset the allocator's peak (`torch.cuda.reset_peak_memory_stats`). As text:
+        ``"auto(total=24GiB)"``. Not for a group or compiled models
     tiles : whether plans may run the MLP of a recomputed block in tiles: less memory, and gradients that differ by the
         rounding of ``recompute(tiles=8)``, a few units in the last place. Not for a group or compiled models
 
@@ -58,8 +60,8 @@ class Auto:
         if (self.budget is None) == (self.total is None):
             raise ConfigError(
                 f"Auto(budget={self.budget!r}, total={self.total!r}): exactly one must be given. Write "
-                'Auto("20GiB") to bound activations, or Auto(total="24GiB") to bound weights, gradients and optimizer '
-                "states with them."
+                'Auto("20GiB") to bound activations, or Auto(total="24GiB") to bound all that '
+                "the device holds."
             )
         check_noise(self.max_noise, "Auto(max_noise)")
         if type(self.wait_s) not in (int, float) or not 0 < self.wait_s < inf:
@@ -120,8 +122,8 @@ class Auto:
             return self
         if nbytes >= total:
             raise CapacityError(
-                f"Auto(total={self.total!r}): weights, gradients, buffers and optimizer states take "
-                f"{format_nbytes(nbytes)}, and leave nothing for activations. Give more, shard them, or train fewer "
+                f"Auto(total={self.total!r}): weights, gradients, buffers, optimizer states and temporary results take "
+                f"{format_nbytes(nbytes)}, and leave nothing for activations. Give more, shard weights, or train fewer "
                 "parameters.",
                 least=nbytes,
             )

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet, finalize, ref
+from weakref import WeakMethod, WeakSet, finalize
 
 from torch import Tensor
 from torch.nn import Module
@@ -45,6 +45,28 @@ def serving(model: Module, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 _left: deque[RemovableHandle] = deque()
 
 
+class OptimizerHook:
+    """A hook on each step of all optimizers, until `close`.
+
+    Parameters
+    ----------
+    method : called with the optimizer. The hook does not keep its object alive
+    register : PyTorch's function that registers the hook, to run before or after a step
+    """
+
+    def __init__(self, method: Callable[[Optimizer], None], register: Callable[[Any], RemovableHandle]) -> None:
+        with suppress(IndexError):  # of no further one
+            while True:
+                _left.popleft().remove()
+        self._hook = register(_telling(WeakMethod(method)))
+        self._left_behind = finalize(self, _left.append, self._hook)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._left_behind.detach():
+            self._hook.remove()
+
+
 class SteppedOptimizers:
     """Optimizers of a model, each found by a hook when it steps, until `close`.
 
@@ -56,16 +78,11 @@ class SteppedOptimizers:
     def __init__(self, model: Module, found: WeakSet[Optimizer]) -> None:
         self.found = found
         self._model = model
-        with suppress(IndexError):  # of no further one
-            while True:
-                _left.popleft().remove()
-        self._hook = register_optimizer_step_post_hook(_telling(ref(self)))
-        self._left_behind = finalize(self, _left.append, self._hook)
+        self._hook = OptimizerHook(self.meet, register_optimizer_step_post_hook)
 
     def close(self) -> None:
         """Remove the hook."""
-        if self._left_behind.detach():
-            self._hook.remove()
+        self._hook.close()
 
     def meet(self, optimizer: Optimizer) -> None:
         """Note an optimizer that has stepped, if it has parameters of the model."""
@@ -73,15 +90,15 @@ class SteppedOptimizers:
             self.found.update(serving(self._model, [optimizer]))
 
 
-def _telling(weak: ref[SteppedOptimizers]) -> Callable[..., None]:
-    """Return a hook for all optimizers, which does not keep its owner alive."""
+def _telling(weak: WeakMethod[Callable[[Optimizer], None]]) -> Callable[..., None]:
+    """Return a hook for all optimizers."""
 
-    def met(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        optimizers = weak()
-        if optimizers is not None:
-            optimizers.meet(optimizer)
+    def tell(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        method = weak()
+        if method is not None:
+            method(optimizer)
 
-    return met
+    return tell
 
 
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:

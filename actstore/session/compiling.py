@@ -101,7 +101,7 @@ def run_graphs(
     options, window = read_tiers(tiers)
     device = device_of(call[0]) or torch.device("cpu")
     windows = windows_of(window, device)
-    tier = tier_of(grants_of(chooser, options), window, device)
+    tier = tier_of(grants_of(chooser, options, 0), window, device)
     budget.allow(tier, windows, lanes_of(store, tier, windows))
     controller.compile(GraphSteps(budget, call, *observers, chooser.max_noise))
 

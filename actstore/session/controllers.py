@@ -106,7 +106,7 @@ def controller_of(
     from actstore.auto.machine import memory_of
     from actstore.auto.steps import Steps
 
-    grants = grants_of(chooser.beside(memory_of(model, []).lasting), tiers)
+    grants = grants_of(chooser, tiers, memory_of(model, []).lasting)
     steps = Steps(model, ledger, sets_window=sets_window)
     if chooser.group is None:
         return AutoController(steps, LocalBoard(steps, grants, pairs, switch, chooser))
@@ -116,15 +116,21 @@ def controller_of(
     return AutoController(steps, GroupBoard(steps, grants, GroupStore(chooser.group, chooser.wait_s)))
 
 
-def grants_of(auto: Auto, tiers: dict[str, TierOptions]) -> Grants:
-    """Return the limits of a plan. A disk without a budget is not used."""
+def grants_of(auto: Auto, tiers: dict[str, TierOptions], reserved: int) -> Grants:
+    """Return the limits of a plan beside `reserved` bytes of a total. A disk without a budget is not used.
+
+    Raises
+    ------
+    CapacityError : these bytes leave nothing for activations
+    """
     host, disk = tiers.get("host"), tiers.get("disk")
     return Grants(
-        auto.budget_nbytes,
+        auto.beside(reserved).budget_nbytes,
         None if host is None else host.budget_nbytes,
         0 if disk is None else disk.budget_nbytes or 0,
         auto.max_noise,
         auto.tiles,
+        auto.total_nbytes,
     )
 
 

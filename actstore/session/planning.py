@@ -91,7 +91,7 @@ def replan(profile: Profile, policy: Auto, tiers: Iterable[Group | Host | Disk |
     CapacityError : no plan fits into the budget; the message names the smallest possible budget
     ConfigError : an invalid option
     """
-    grants = grants_of(policy.beside(profile.memory.lasting), read_tiers(tiers)[0])
+    grants = grants_of(policy, read_tiers(tiers)[0], profile.memory.reserved)
     chain = chain_of(profile, grants.max_noise, tiles=grants.tiles)
     limits = limits_of(grants.device, grants.host, grants.disk, grants.max_noise)
     return plan_of(profile, chain, solve_step(chain, limits), grants, 0.0, ())

@@ -127,6 +127,11 @@ class TierSet:
         for tier in list(self._open.values()):
             tier.trim()
 
+    def let_go(self) -> None:
+        """Return idle device memory at the start of the next step, for which other decisions hold."""
+        if (tier := self._open.get("device")) is not None:
+            tier.trim()
+
     def close(self) -> None:
         with ExitStack() as stack:  # closes all, also when one fails
             stack.callback(self.engine.close)

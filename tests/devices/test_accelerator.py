@@ -170,6 +170,22 @@ def test_memory_is_spare_within_the_limit_and_above_the_peak(cudart, monkeypatch
     assert Accelerator(torch.device("xpu:0")).spare_nbytes() == 0
 
 
+def test_the_count_of_the_allocator_and_its_peak(cudart, monkeypatch):
+    stats = {"allocated_bytes": {"all": {"current": 3, "peak": 7, "freed": 1}, "small_pool": {"current": 0, "peak": 0}}}
+    reset = []
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    device = Accelerator(torch.device("cuda:0"))
+    assert device.allocated() == (3, 7)
+    assert reset == []
+    assert device.allocated(reset=True) == (3, 7)
+    assert reset == [torch.device("cuda:0")]
+    stats.clear()  # as with an allocator of a plugin
+    assert device.allocated() is None
+    assert Accelerator(torch.device("xpu:0")).allocated(reset=True) is None
+    assert len(reset) == 1
+
+
 def test_memory_that_was_not_registered_is_an_error_to_unpin(cudart):
     device = Accelerator(torch.device("cuda:0"))
     memory = device.pinned(PAGE)

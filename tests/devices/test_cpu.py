@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actstore.devices.cpu import HUGE_PAGE_NBYTES, map_pages
+from actstore.devices import cpu_memory
+from actstore.devices.cpu import HUGE_PAGE_NBYTES, Cpu, map_pages
 from actstore.devices.cpu_memory import CountedPages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice and its traces are Linux's")
@@ -45,3 +46,17 @@ def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(mmap.MADV_HUGEPAGE,)]
     assert len(pages) == HUGE_PAGE_NBYTES
     assert not any(pages)
+
+
+def test_the_count_of_the_allocator_and_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_memory.count()
+    device, nbytes = Cpu(torch.device("cpu")), 1 << 22
+    kept = torch.empty(nbytes)
+    before, _ = device.allocated(reset=True) or (0, 0)
+    del kept
+    now, peak = device.allocated() or (0, 0)
+    assert peak >= before
+    assert now <= before - nbytes
+    assert device.allocated(reset=True) == (now, now)
+    monkeypatch.setattr(cpu_memory, "_library", None)
+    assert device.allocated(reset=True) is None

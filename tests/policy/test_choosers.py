@@ -89,7 +89,7 @@ def test_a_total_leaves_a_budget_beside_other_tensors():
     auto = Auto(total="3KiB", max_noise=0.1)
     assert auto.beside(1024) == Auto(2048, 0.1)
     assert Auto(1024).beside(4096) == Auto(1024)
-    with pytest.raises(CapacityError, match=r"optimizer states take 3\.0 KiB, and leave nothing") as found:
+    with pytest.raises(CapacityError, match=r"temporary results take 3\.0 KiB, and leave nothing") as found:
         auto.beside(3072)
     assert found.value.facts["least"] == 3072
     with pytest.raises(ConfigError, match="bounds more than activations"):

@@ -203,6 +203,8 @@ def test_the_tier_is_host_memory_beside_an_accelerator_and_else_a_disk_that_is_g
     assert compiling.tier_of(Grants(1, 0, 7, 0.0), Window(), gpu) == ("disk", 7)
     assert compiling.tier_of(every, Window(), cpu) == ("disk", 7)
     assert compiling.tier_of(every, Window(when_full="spill"), gpu) is None
-    assert compiling.tier_of(grants_of(Auto("1GiB"), {"disk": Disk()}), Window(), cpu) is None, "no budget of the disk"
+    assert compiling.tier_of(grants_of(Auto("1GiB"), {"disk": Disk()}, 0), Window(), cpu) is None, (
+        "no budget of the disk"
+    )
     assert compiling.tier_of(none, Window(), gpu) is compiling.tier_of(none, Window(), cpu) is None
     assert compiling.windows_of(Window("48MiB"), gpu) == (32 * MIB, 48 * MIB)
