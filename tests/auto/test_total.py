@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_its_temporary_results(plain):
     second.store.load_state_dict(first.store.state_dict())
     second.step(6)
     assert len(second.of_plan()) == 6
-    assert second.store.plan.profile.memory.temporary == first.store.plan.profile.memory.temporary
+    assert second.store.plan.profile.memory.temporary == first.store.plan.profile.memory.temporary >= 1.5 * LOGITS
     assert second.store.plan.text == first.store.plan.text
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from actstore import ActivationStore, Auto, Plan, make_plan
+from actstore.base.units import format_nbytes
 from actstore.bench import workloads
 from actstore.bench.workloads.workload import Workload
 from actstore.cli import app as cli
@@ -98,6 +99,16 @@ def test_a_script_is_planned(
         loss = model(*job.batch(0))
     loss.backward()
     assert store.report().peak_held_bytes <= plan.budget
+
+
+def test_a_total_is_planned_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "plan", "planned.py", "--total", "64MiB", "--min-bytes", "0", "--output", "plan.json") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    plan = Plan.read(Path("plan.json"))
+    assert plan.limits["total"] == 64 * MIB
+    assert plan.profile.memory.temporary is not None
+    assert plan.profile.memory.reserved + plan.budget == 64 * MIB
+    assert f"The total of 64.0 MiB bounds their sum: activations may hold up to {format_nbytes(plan.budget)}." in said
 
 
 def test_too_small_a_budget_is_one_line_with_the_least(
