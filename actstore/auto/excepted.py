@@ -1,8 +1,11 @@
-"""Exceptions from the recomputation of a unit: parts and operators that do not run again, or a part in tiles."""
+"""Exceptions from the recomputation of a unit: parts and operators that do not run again, or a part in tiles.
+
+Also the policies in one line that plans are compared with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -167,6 +170,43 @@ class Separability:
                 found, whole = figures.get(in_tiles(part, decision)), figures.get(decision)
                 if found is None or whole is None or found.transient < whole.transient:
                     yield in_tiles(part, decision)
+
+
+OneLines = Mapping[str, Mapping[str, str]]
+"""Decisions by unit, by the text of a policy."""
+
+
+def one_lines(
+    model: Module, units: Iterable[str], blocks: Sequence[str], tiers: Iterable[str], *, lossy: bool
+) -> OneLines:
+    """Return policies in one line, the most common ones first.
+
+    Parameters
+    ----------
+    units : all units that a rule can name
+    blocks : those that can be recomputed
+    """
+    units = list(units)
+    inner = {block: [] for block in blocks}  # type: dict[str, list[str]]
+    for name in modules_of("@attention", model):
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                inner[block].append(name[len(block) + 1 :])
+    attention = {block: except_from_recompute(names[0], KEEP) for block, names in inner.items() if len(names) == 1}
+    recompute = dict.fromkeys(blocks, RECOMPUTE)
+    found = {
+        "@blocks : recompute": recompute,
+        "@blocks : recompute; * : derive": dict.fromkeys(units, DERIVE) | recompute,
+        "derive": dict.fromkeys(units, DERIVE),
+        "@attention : keep; @blocks : recompute": recompute | attention if attention else {},
+        "*/@sdpa : keep; @blocks : recompute": dict.fromkeys(blocks, except_from_recompute("@sdpa", KEEP)),
+    }
+    for tier in tiers:
+        found[f"raw @ {tier}"] = dict.fromkeys(units, f"raw @ {tier}")
+        found[f"@blocks : recompute(raw @ {tier})"] = dict.fromkeys(blocks, f"recompute(raw @ {tier})")
+    for text in ("int8", "derive(int8)") if lossy else ():
+        found[text] = dict.fromkeys(units, text)
+    return {text: decisions for text, decisions in found.items() if decisions}
 
 
 def mlps_of(model: Module) -> dict[str, Module]:

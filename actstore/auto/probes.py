@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from hashlib import sha256
 from math import inf
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
-from actstore.auto.excepted import mlps_of
+from actstore.auto.excepted import OneLines, mlps_of, one_lines
 from actstore.auto.forecast import Forecast
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of, memory_of
@@ -28,13 +28,12 @@ from actstore.base.spec import Site
 from actstore.model.blocks import has_forward
 from actstore.model.units import Shape, digest_of
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, except_from_recompute, has_tiles, offloads
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, has_tiles, offloads
 from actstore.plan.fields import read_as
 from actstore.plan.profile import Memory, Profile, SharedBytes, Unit, UnitFigures, medians
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of
 from actstore.plan.solver.chain import Links
 from actstore.plan.values import Grants
-from actstore.policy.aliases import modules_of
 from actstore.rerun.optimizers import SteppedOptimizers
 from actstore.store.tierset import TierSet
 
@@ -145,43 +144,6 @@ class Candidates:
 
 def _is_simple(module: Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-
-
-OneLines = Mapping[str, Mapping[str, str]]
-"""Decisions by unit, by the text of a policy."""
-
-
-def one_lines(
-    model: Module, units: Iterable[str], blocks: Sequence[str], tiers: Iterable[str], *, lossy: bool
-) -> OneLines:
-    """Return policies in one line, the most common ones first.
-
-    Parameters
-    ----------
-    units : all units that a rule can name
-    blocks : those that can be recomputed
-    """
-    units = list(units)
-    inner = {block: [] for block in blocks}  # type: dict[str, list[str]]
-    for name in modules_of("@attention", model):
-        for block in blocks:
-            if name.startswith(f"{block}."):
-                inner[block].append(name[len(block) + 1 :])
-    attention = {block: except_from_recompute(names[0], KEEP) for block, names in inner.items() if len(names) == 1}
-    recompute = dict.fromkeys(blocks, RECOMPUTE)
-    found = {
-        "@blocks : recompute": recompute,
-        "@blocks : recompute; * : derive": dict.fromkeys(units, DERIVE) | recompute,
-        "derive": dict.fromkeys(units, DERIVE),
-        "@attention : keep; @blocks : recompute": recompute | attention if attention else {},
-        "*/@sdpa : keep; @blocks : recompute": dict.fromkeys(blocks, except_from_recompute("@sdpa", KEEP)),
-    }
-    for tier in tiers:
-        found[f"raw @ {tier}"] = dict.fromkeys(units, f"raw @ {tier}")
-        found[f"@blocks : recompute(raw @ {tier})"] = dict.fromkeys(blocks, f"recompute(raw @ {tier})")
-    for text in ("int8", "derive(int8)") if lossy else ():
-        found[text] = dict.fromkeys(units, text)
-    return {text: decisions for text, decisions in found.items() if decisions}
 
 
 SAMPLES_PER_DECISION = 3  # on each kind of unit

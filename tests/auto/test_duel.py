@@ -9,8 +9,8 @@ from torch import nn
 
 from actstore import ActivationStore, Auto, Plan
 from actstore.auto import planner, watch
+from actstore.auto.excepted import one_lines
 from actstore.auto.planner import DUEL_STEPS, Duel
-from actstore.auto.probes import one_lines
 from actstore.auto.profiler import Moments
 from tests.auto.test_local import Net, auto, full, run
 
