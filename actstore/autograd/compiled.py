@@ -14,8 +14,8 @@ from typing import Any
 from torch.nn import Module
 
 from actstore.autograd.modules import after_call, before_call
+from actstore.base.call_site import applied
 from actstore.base.compiler import tell_compiler
-from actstore.base.operators import APPLY_CODE
 
 _lock = Lock()
 _GRAPHS = "actstore.compiled.region"
@@ -28,7 +28,8 @@ def region_saves() -> bool:
         if name == _GRAPHS:
             return False  # an input of a region whose own tensors are known
         frame = frame.f_back
-    return frame is not None and frame.f_code is APPLY_CODE and frame.f_locals["cls"].__name__ == "CompiledFunction"
+    function = None if frame is None else applied(frame)
+    return function is not None and function.__name__ == "CompiledFunction"
 
 
 class NamedCall:

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from actstore.autograd.protect import TRANSPARENT
 from actstore.autograd.sensitive import BY_RESULT, CHOICES, COMPARISONS, DECIDE_BY_SIGN, DECIDE_BY_VALUE, POLES, SIGNS
-from actstore.base.call_site import last_number, number_before, operator_name
+from actstore.base.call_site import applied, applies, last_number, number_before, operator_name
 from actstore.base.checkpoints import CHECKPOINTS
 from actstore.base.operators import COPY_SLICES
 from actstore.base.spec import Spec
@@ -81,16 +81,6 @@ def _celu(frame: FrameType) -> Need:
     return Levels(curve="exp", rate=1 / alpha) if alpha > 0 else EXACT
 
 
-def _of_function(frame: FrameType) -> _Guess:
-    function = frame.f_locals["cls"]
-    return _Guess(EXACT if _runs_again(function) or chooses(function, _BY_NAME) else SIGN)
-
-
-def _runs_again(function: Any) -> bool:
-    return function.__module__ in CHECKPOINTS
-
-
-_OF_FUNCTION = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 # Keyed by the code that calls the operator. A Side, or Levels, is all that backward reads; the bounds of a Side may be
 # in the caller's frame.
 READERS: dict[CodeType, Callable[[FrameType], Need | _Guess]] = {
@@ -105,7 +95,6 @@ READERS: dict[CodeType, Callable[[FrameType], Need | _Guess]] = {
     **dict.fromkeys(map(_function, ("elu", "selu")), lambda frame: Levels(curve="exp")),
     _function("celu"): _celu,
     _function("l1_loss"): lambda frame: SIGN,
-    _OF_FUNCTION: _of_function,
     _function("rrelu"): lambda frame: "" if frame.f_locals["inplace"] else EXACT,
     _forward(nn.PReLU): lambda frame: SIGN,
     **dict.fromkeys(
@@ -184,7 +173,8 @@ def is_reader(frame: FrameType) -> bool:
     if _is_ours(frame):  # a hook around ours
         return (above := caller()) is not None and above is not frame and is_reader(above)
     name = operator_name(frame)
-    return not name or frame.f_code in READERS or (name in _BY_NAME and not _is_smooth_power(frame, name))
+    decides = name in _BY_NAME and not _is_smooth_power(frame, name)
+    return not name or decides or frame.f_code in READERS or applies(frame)
 
 
 def _is_smooth_power(frame: FrameType, name: str) -> bool:
@@ -214,20 +204,26 @@ def _reader(tensor: Tensor, *, before: tuple[int, int]) -> tuple[str, Need | _Gu
         return _UNKNOWN, _Guess(EXACT)
     if frame.f_globals.get("__name__") in CHECKPOINTS:
         return _CHECKPOINT, _Guess(EXACT)
+    if applies(frame):
+        return ("", "") if _is_in_graph() else _function_reader(applied(frame))
     find = READERS.get(frame.f_code)
     if find is None:
         return _named_reader(frame, tensor, before=before)
     need = find(frame)
-    if frame.f_code is _OF_FUNCTION:
-        if _is_in_graph():
-            return "", ""
-        function = frame.f_locals["cls"]
-        return _CHECKPOINT if _runs_again(function) else str(function.__name__), need
     of_input = need != EXACT and not isinstance(need, Side)  # a result lies on the side of its input
     if (of_input and _is_result(tensor)) or tensor is frame.f_locals.get(_SMOOTH.get(frame.f_code, "")):
         return "", ""
     name = frame.f_code.co_name
     return type(frame.f_locals["self"]).__name__ if name == "forward" else name, need
+
+
+def _function_reader(function: type[Function] | None) -> tuple[str, _Guess]:
+    """Tell the name of a Function that saves a tensor, and its need, which its code shows."""
+    if function is None:
+        return "a Function", _Guess(EXACT)
+    if function.__module__ in CHECKPOINTS:
+        return _CHECKPOINT, _Guess(EXACT)
+    return function.__name__, _Guess(EXACT if chooses(function, _BY_NAME) else SIGN)
 
 
 def _is_in_graph() -> bool:

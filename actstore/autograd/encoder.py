@@ -37,11 +37,10 @@ from actstore.autograd.regions import exact_copy, is_whole, region_of, source_at
 from actstore.autograd.storages import part_of
 from actstore.autograd.tracker import DEVICE, Precedent
 from actstore.autograd.verdict import RAW
-from actstore.base.call_site import calls_one_operator
+from actstore.base.call_site import applies, calls_one_operator
 from actstore.base.layout import layout_of
 from actstore.base.ledger import Account
 from actstore.base.note import Note
-from actstore.base.operators import APPLY_CODE
 from actstore.base.spec import describe
 from actstore.codecs import Codec
 from actstore.codecs.dispatch import KernelCodec
@@ -136,7 +135,7 @@ def _would_be(owner: Stored, handle: Stored) -> bool:
 def _in_function() -> bool:
     frame: FrameType | None = _getframe(1)
     for _ in range(_MAX_FRAMES):
-        if frame is None or frame.f_code is APPLY_CODE:
+        if frame is None or applies(frame):
             return frame is not None
         frame = frame.f_back
     return False

@@ -18,7 +18,7 @@ from actstore.autograd.derived import Derived
 from actstore.autograd.handles import Kept, Small, Stored, check_version
 from actstore.autograd.readers import Reader
 from actstore.autograd.tracker import SMALL_INDEX
-from actstore.base.operators import APPLY_CODE
+from actstore.base.call_site import applied
 from actstore.base.spec import Site
 
 COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"  # imported with the first compiled region
@@ -105,8 +105,9 @@ def return_originals() -> None:
     Function that has saved one with attributes gets that from `ctx.saved_tensors`, as without a store.
     """
     frame = caller()
-    if frame is not None and frame.f_code is APPLY_CODE:
-        node: Any = frame.f_locals["cls"]._backward_cls
+    function: Any = None if frame is None else applied(frame)
+    if function is not None:
+        node = function._backward_cls
         if "saved_tensors" not in vars(node):
             node.saved_tensors = property(_saved_tensors)
 

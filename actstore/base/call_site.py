@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import Function
 from torch.nn import functional
 
 _MAX_CALLS = 4096  # calls that are remembered; beyond, all are forgotten
@@ -39,6 +40,7 @@ _AFTER_ARGUMENTS = frozenset({"PRECALL", "KW_NAMES"})
 _CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _GROUP = re.compile("^(fft|linalg|special)_")  # before the name in the source: `torch.linalg.vector_norm`
 _APPLY = "apply"  # of a Function
+_APPLY_CODE: CodeType | None = getattr(Function.apply, "__code__", None)  # None from PyTorch 2.14 on: it is of C
 _SUM = ("sum",)  # of Python, or of PyTorch
 _POWER = torch.Tensor.__pow__.__code__  # calls the operator with its `args`
 _ATEN = "torch._ops.aten"
@@ -52,13 +54,14 @@ _COPIES_LOCALS = version_info < (3, 13)  # into a dict that a frame keeps
 class _CodeCall(NamedTuple):
     """A call in the source. `path` has a variable and attributes that lead to the function, where that may be any.
 
-    `last` is its last argument, where that is a number in the source.
+    `owner` leads to what has the function ``apply``. `last` is its last argument, where that is a number in the source.
     """
 
     code: CodeType  # held, and so its id stays its own
     name: str
     path: tuple[str, ...] = ()
     last: float | None = None
+    owner: tuple[str, ...] = ()
 
 
 _known: dict[tuple[int, int], _CodeCall] = {}
@@ -84,6 +87,23 @@ def operator_name(frame: FrameType) -> str:
         if at.f_code.co_name == "__torch_function__" and above is not None:
             return operator_name(above)
     return ""
+
+
+def applies(frame: FrameType) -> bool:
+    """Return whether a Function runs, or saves its tensors, by a call of its `apply` in `frame`."""
+    return operator_name(frame) == _APPLY if _APPLY_CODE is None else frame.f_code is _APPLY_CODE
+
+
+def applied(frame: FrameType) -> type[Function] | None:
+    """Return the Function of a frame that `applies`; None where its source does not tell."""
+    if _APPLY_CODE is not None:
+        return frame.f_locals["cls"] if frame.f_code is _APPLY_CODE else None
+    call = _call_of(frame)
+    found = _value_at(frame, call.owner or call.path or ("cls",))  # the last in a class that has an `apply` of its own
+    while isinstance(found, partial):
+        found = found.func
+    found = found.__self__ if isinstance(found, BuiltinFunctionType) else found
+    return found if isinstance(found, type) and issubclass(found, Function) else None
 
 
 def last_number(frame: FrameType) -> float | None:
@@ -147,9 +167,10 @@ def _read(code: CodeType, last: dis.Instruction, before: list[dis.Instruction]) 
     if not loads or loads[-1].opname not in _VARIABLES | _ATTRIBUTES:
         return _CodeCall(code, "")
     name, path = str(loads[-1].argval).strip("_"), tuple(str(load.argval) for load in loads)
+    is_path = loads[0].opname in _VARIABLES and all(load.opname in _ATTRIBUTES for load in loads[1:])
     if _is_operator(name) and path != _SUM:
-        return _CodeCall(code, name)
-    if loads[0].opname not in _VARIABLES or any(load.opname not in _ATTRIBUTES for load in loads[1:]):
+        return _CodeCall(code, name, owner=path[:-1] if is_path and name == _APPLY else ())
+    if not is_path:
         return _CodeCall(code, "")
     return _CodeCall(code, name, path[:-1] if path[1:] == _OPERATOR else path)
 

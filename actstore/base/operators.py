@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the nodes of leaves
 COPY_SLICES = "torch::autograd::CopySlices"  # of those of operators that have written to a view
-APPLY_CODE = Function.apply.__code__  # saves the tensors of a user's Function, which may have written to them
 
 # Operators whose result is the memory of their argument in another shape.
 VIEWS = frozenset(

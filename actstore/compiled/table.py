@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from actstore.base.operators import APPLY_CODE
+from actstore.base.call_site import applied
 from actstore.policy import Decision
 
 INPUT, KEPT, EXTRA, PAYLOAD, TOKEN, SAMPLE, AGAIN = "input", "kept", "extra", "payload", "token", "sample", "again"
@@ -82,8 +82,8 @@ def _running(attribute: str) -> Any:
     """Return what the metadata of the region that saves tensors now has under a name; None for nothing."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is APPLY_CODE:
-            metadata = getattr(frame.f_locals["cls"], "metadata", None)
+        if (function := applied(frame)) is not None:
+            metadata = getattr(function, "metadata", None)
             return getattr(metadata, "__dict__", {}).get(attribute)
         frame = frame.f_back
     return None
