@@ -38,7 +38,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "_c10d_functional.all_to_all_single", "_c10d_functional.broadcast",
         "_c10d_functional.reduce_scatter_tensor*", "_dtensor.shard_dim_alltoall",
         "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allgather_*", "c10d.allreduce_*",
-        "c10d.alltoall_*", "c10d.barrier", "c10d.broadcast_", "c10d.gather_", "c10d.gather_into_tensor_", "c10d.monitored_barrier_",
+        "c10d.alltoall_*", "c10d.barrier", "c10d.broadcast_", "c10d.gather_*", "c10d.monitored_barrier_",
         "c10d.recv_*", "c10d.reduce_", "c10d.reduce_scatter_*", "c10d.scatter_", "c10d.send",
     ),
 }  # fmt: skip
