@@ -99,7 +99,8 @@ def applied(frame: FrameType) -> type[Function] | None:
     if _APPLY_CODE is not None:
         return frame.f_locals["cls"] if frame.f_code is _APPLY_CODE else None
     call = _call_of(frame)
-    found = _value_at(frame, call.owner or call.path or ("cls",))  # the last in a class that has an `apply` of its own
+    path = call.owner or call.path or ("cls",) * (call.name == _APPLY)  # the last in a class with an `apply` of its own
+    found = _value_at(frame, path) if path else None
     while isinstance(found, partial):
         found = found.func
     found = found.__self__ if isinstance(found, BuiltinFunctionType) else found

@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from actstore.base.call_site import last_number, operator_name
+from actstore.base import call_site
+from actstore.base.call_site import applied, applies, last_number, operator_name
 
 ABS = torch.abs
 INNER = partial(torch.abs)
@@ -240,3 +241,69 @@ def test_memory_of_calls_is_bounded(monkeypatch):
     for _ in range(2):
         assert names(lambda x: x.sin().abs().cos().exp().clamp(0), x) == "sin abs cos exp clamp"
     assert len(call_site._known) <= 3
+
+
+OF_C = isinstance(torch.autograd.Function.apply, type(len))  # from PyTorch 2.14 on
+
+
+class Twice(torch.autograd.Function):
+    """Tells what the frame that applies it is known for, from inside of its forward."""
+
+    found: list = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx, x):
+        frame = sys._getframe(1)
+        if not OF_C:
+            frame = frame.f_back
+        Twice.found.append((applies(frame), applied(frame)))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Own(Twice):
+    @classmethod
+    def of(cls, x):
+        return cls.apply(x)
+
+
+TWICE, HELD, PART = Twice.apply, Holder(Twice.apply), partial(Twice.apply)
+
+
+@pytest.mark.parametrize(
+    ("run", "function"),
+    [
+        (lambda x: Twice.apply(x), Twice),  # noqa: PLW0108
+        (Own.of, Own),
+        (lambda x, cls=Own: super(cls, cls).apply(x), Own),
+        (lambda x: [Twice][0].apply(x), None),  # noqa: PLW0108
+        *[
+            (lambda x: TWICE(x), Twice),  # noqa: PLW0108
+            (lambda x: HELD.activation(x), Twice),  # noqa: PLW0108
+            (lambda x: PART(x), Twice),  # noqa: PLW0108
+        ][: 3 * OF_C],
+    ],
+)
+def test_a_function_is_known_by_the_call_in_the_source(run, function, monkeypatch):
+    monkeypatch.setattr(call_site, "_APPLY_CODE", None)
+    monkeypatch.setattr(Twice, "found", [])
+    run(torch.ones(2, requires_grad=True))
+    assert Twice.found == [(True, function)]
+
+
+def test_other_calls_apply_nothing(monkeypatch):
+    monkeypatch.setattr(call_site, "_APPLY_CODE", None)
+    found = []
+
+    def look(cls, t):
+        torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(sys._getframe(1)) or t, lambda t: t).__enter__()
+        try:
+            return t.sin()
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    look(Twice, torch.ones(2, requires_grad=True))
+    assert [(applies(frame), applied(frame)) for frame in found] == [(False, None)]
