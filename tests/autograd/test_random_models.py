@@ -205,11 +205,13 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
     """What plain training leaves, and whether it refuses a change in place: then, what it leaves with copies.
 
     Where changes are allowed it reads copies, too: those that PyTorch makes then lie in memory in another way, and sums
-    of them round in another way. PyTorch's selective checkpoint runs a bilinear layer without the casts of autocast,
-    and rules for operators with them: there is no reference. Nor is there one of a checkpoint that runs again with
-    later running statistics or random numbers.
+    of them round in another way. So do those of a backward inside of autocast that is differentiated itself, as its
+    cache of casts does not know what any hook returns. PyTorch's selective checkpoint runs a bilinear layer without the
+    casts of autocast, and rules for operators with them: there is no reference. Nor is there one of
+    a checkpoint that runs again with later running statistics or random numbers.
     """
-    around = copies if way == MUTATED else nullcontext
+    casts_again = job["autocast"] and way == "differentiated twice inside"
+    around = copies if way == MUTATED or casts_again else nullcontext
     without = job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear"))
     without = without or ("checkpoint" in str(forest) and any(name in str(forest) for name in CHANGING))
     try:
