@@ -163,9 +163,9 @@ def why_unsupported() -> str:
 
         known = signature(min_cut_rematerialization_partition).parameters
         if not {"num_fwd_outputs", "static_lifetime_input_indices"} <= known.keys():
-            return f"PyTorch {torch.__version__} calls partitioners in another way; actstore knows 2.10 to 2.13"
+            return f"PyTorch {torch.__version__} calls partitioners in another way; actstore knows 2.10 to 2.14"
         if not hasattr(config, "custom_partitioner_fn") or not hasattr(CustomPartitionerFn, "uuid"):
-            return f"PyTorch {torch.__version__} has no custom partitioners; actstore knows 2.10 to 2.13"
+            return f"PyTorch {torch.__version__} has no custom partitioners; actstore knows 2.10 to 2.14"
     except ImportError as error:
-        return f"PyTorch {torch.__version__} has no partitioner of that name ({error}); actstore knows 2.10 to 2.13"
+        return f"PyTorch {torch.__version__} has no partitioner of that name ({error}); actstore knows 2.10 to 2.14"
     return ""

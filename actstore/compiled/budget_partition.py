@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._functorch import config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from actstore.base.units import format_nbytes
@@ -26,7 +27,7 @@ from actstore.compiled.budget.plan import GraphPlan, GraphUnit, RegionBudget
 from actstore.compiled.budget.step import RegionEvaluation, RegionStep
 from actstore.compiled.formats.sizes import hinted_nbytes
 from actstore.compiled.generated_code import GraphFacts, peak_of
-from actstore.compiled.graph import outputs_of
+from actstore.compiled.graph import outputs_of, sources_of
 from actstore.compiled.joint import JointReader
 from actstore.compiled.names import NodeNames
 from actstore.compiled.plain_partition import Saved, copied, saved_by
@@ -154,7 +155,7 @@ class BudgetPartition:
         """
         joint.graph.eliminate_dead_code()
         if config.cse:
-            joint.graph = fx_graph_cse(joint.graph)  # as PyTorch does, so that its nodes are these
+            joint.graph = _merged(joint, options["num_fwd_outputs"])
         plain = min_cut_rematerialization_partition(copied(joint), inputs, **options)
         self.plain_saved = saved_by(plain[0], self._names, options["num_fwd_outputs"])
         try:
@@ -349,6 +350,15 @@ class BudgetPartition:
             tier if found.moved else "",
             found.window,
         )
+
+
+def _merged(joint: GraphModule, num_outputs: int) -> Graph:
+    """Return the graph with equal operators merged as PyTorch's partitioner does, so that its nodes are these."""
+    apart: dict[str, Any] = {}
+    if "extra_node_key" in signature(fx_graph_cse).parameters:  # from PyTorch 2.14 on
+        gradients = [node for node in outputs_of(joint)[num_outputs:] if isinstance(node, Node)]
+        apart = {"extra_node_key": sources_of(gradients).__contains__}
+    return fx_graph_cse(joint.graph, **apart)
 
 
 def _device_of(joint: GraphModule) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from torch import SymBool, SymFloat, SymInt, Tensor
@@ -66,7 +66,7 @@ def boundary_of(forward: GraphModule, backward: GraphModule, num_outputs: int) -
 
     Raises
     ------
-    StateError : the graphs are not in the order that PyTorch 2.10 to 2.13 write
+    StateError : the graphs are not in the order that PyTorch 2.10 to 2.14 write
     """
     saved = outputs_of(forward)[num_outputs:]
     symbols = [node for node in saved if isinstance(_value(node), SymInt | SymFloat | SymBool)]
@@ -79,7 +79,7 @@ def boundary_of(forward: GraphModule, backward: GraphModule, num_outputs: int) -
     if names != wanted or len(names) < len(in_order) or saved[: len(tensors)] != tensors:
         raise StateError(
             f"names={names}: the backward graph reads other tensors than {[node.name for node in in_order]}, which the "
-            "forward graph saves. Use a version of PyTorch that actstore knows: 2.10 to 2.13.",
+            "forward graph saves. Use a version of PyTorch that actstore knows: 2.10 to 2.14.",
             found=names,
         )
     pairs = [SavedNode(node, other) for node, other in zip(tensors, read[first:], strict=False)]
@@ -154,6 +154,17 @@ def views_between(root: Node, node: Node, *, parts: bool = False) -> list[Node] 
             return None
         last = node
     return views[::-1]
+
+
+def sources_of(nodes: Iterable[Node], ends: Set[Node] = frozenset()) -> set[Node]:
+    """Return nodes and all that they are computed from, where `ends` are computed already."""
+    found, todo = set[Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += () if node in ends else node.all_input_nodes
+    return found
 
 
 def positions(nodes: Iterable[Node]) -> dict[Node, int]:

@@ -29,6 +29,7 @@ from actstore.compiled.graph import (
     outputs_of,
     readers_of_overwritten,
     root_of,
+    sources_of,
 )
 from actstore.compiled.names import NodeNames, tagged
 from actstore.compiled.plain_partition import Saved, is_extra, plain_saved, rows_again, saved_by
@@ -54,7 +55,7 @@ def mark_recomputed(joint: GraphModule, rules: GraphRules, names: NodeNames) -> 
     forward = [node for node in nodes if node not in late and node.meta.get("partitioner_tag") != "is_backward"]
     stale = readers_of_overwritten(nodes)
     saved = stale | _excepted(forward, rules, names)
-    needed = _needed(late, saved)
+    needed = sources_of({source for node in late for source in node.all_input_nodes} - late, saved)
     regions: dict[str, int] = {}
     for node in forward:
         call = _region_of(node, rules, names) if node.op == "call_function" else ""
@@ -99,17 +100,6 @@ def _is_part(node: Node, forward: Set[Node]) -> bool:
     call = origin_of(producer), producer.meta.get("seq_nr")
     readers = [(origin_of(user), user.meta.get("seq_nr")) for user in node.users if user in forward]
     return bool(readers) and all(reader == call for reader in readers)
-
-
-def _needed(late: Set[Node], saved: Set[Node]) -> set[Node]:
-    """Return what backward needs of forward where so much is saved."""
-    found, todo = set[Node](), [source for node in late for source in node.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found and node not in late:
-            found.add(node)
-            todo += () if node in saved else node.all_input_nodes
-    return found
 
 
 def _is_random(node: Node) -> bool:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.utils import fresh_cache
 
 from actstore import ActivationStore, Auto, Bits
@@ -153,6 +156,37 @@ def test_gradients_bit_for_bit_and_what_the_plan_says() -> None:
     assert report.held_bytes < 0.9 * full.held <= 0.9 * report.saved_bytes
     assert any(site.decision == "recompute" and site.saved_bytes for site in report.sites)
     assert type(small).from_dict(json.loads(json.dumps(small.to_dict()))) == small
+
+
+class Logged(nn.Module):
+    """A layer whose exponential a figure reads, too, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x)
+        return hidden.exp().square().mean(), hidden.exp().detach().sum()
+
+
+def test_under_a_large_budget_the_graphs_are_pytorchs_own() -> None:
+    graphs: list[list[str]] = []
+
+    def recorded(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph)
+
+    model, x = Logged(), torch.randn(4, 16)
+    compiler = aot_autograd(fw_compiler=recorded, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(model, backend=compiler)(x)[0].backward()
+    store = ActivationStore(model, Auto("1GiB"))
+    store.compile(backend=recorded)
+    with store:
+        loss, _ = model(x)
+    loss.backward()
+    assert len(graphs) == 4
+    assert graphs[2:] == graphs[:2]
 
 
 def test_a_budget_that_is_too_small_names_the_least() -> None:
