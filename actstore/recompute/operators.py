@@ -106,6 +106,14 @@ def _negated(read: _Read) -> _Read:
     return lambda args: -read(args)
 
 
+def _passes_at_bound() -> bool:
+    """Return whether the gradient of a clamp passes an element that equals the bound: not from PyTorch 2.14 on."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros(1, device="cpu", requires_grad=True).clamp_min(0).grad_fn
+        return bool(node(torch.ones(1, device="cpu")))  # without the engine, whose threads would not survive a fork
+
+
+_PASSES_AT_BOUND = _passes_at_bound()
 _ZERO = _fixed(0.0)
 _LAMBDA = _argument(1, 0.5)
 _SIGNS = ((_ZERO, False), (_ZERO, True))
@@ -120,11 +128,11 @@ _SIDES: dict[str, tuple[tuple[_Read, bool], ...]] = {
     "hardswish": ((_fixed(-3.0), True), (_fixed(3.0), False)),
     "hardshrink": ((_negated(_LAMBDA), False), (_LAMBDA, True)),
     "softshrink": ((_negated(_LAMBDA), False), (_LAMBDA, True)),
-    "clamp": ((_argument(1), False), (_argument(2), True)),
-    "clamp_min": ((_argument(1), False),),
-    "clamp_max": ((_argument(1), True),),
-    "maximum": ((_argument(1), False), (_argument(1), True)),
-    "minimum": ((_argument(1), False), (_argument(1), True)),
+    "clamp": ((_argument(1), not _PASSES_AT_BOUND), (_argument(2), _PASSES_AT_BOUND)),
+    "clamp_min": ((_argument(1), not _PASSES_AT_BOUND),),
+    "clamp_max": ((_argument(1), _PASSES_AT_BOUND),),
+    "maximum": ((_argument(1), False),),
+    "minimum": ((_argument(1), False),),
     "fmax": ((_argument(1), False),),
     "fmin": ((_argument(1), True),),
     "abs": _SIGNS,
@@ -133,6 +141,9 @@ _SIDES: dict[str, tuple[tuple[_Read, bool], ...]] = {
     "heaviside": _SIGNS,
 }
 _JUMPS = {"threshold", "hardshrink", "sign", "sgn", "heaviside"}  # the value jumps, not only the slope
+_SHARES = {"maximum", "minimum"}  # two equal elements of tensors share the gradient
+if not _PASSES_AT_BOUND:
+    _SHARES |= {"clamp", "clamp_min", "clamp_max", "fmax", "fmin"}
 _PEAKS = {"amax.default", "amin.default", "max.default", "min.default", "median.default", "nanmedian.default"}
 _DIMS = {  # position of the argument `dim`; None where an index counts the last two or three dimensions as one
     "topk": 2,
@@ -224,11 +235,10 @@ def points_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
             continue
         if isinstance(at, Tensor) and torch.broadcast_shapes(at.shape, x.shape) != x.shape:
             continue
-        if not isinstance(at, Tensor) and x.dtype.itemsize == 2 and _is_between(float(at), x.dtype):
-            points += [
-                Threshold(at, False),
-                Threshold(at, True),
-            ]  # kernels may round the point: an element that equals it must stay equal
+        # Kernels may round the point: an element that equals it must stay equal.
+        rounds = not isinstance(at, Tensor) and x.dtype.itemsize == 2 and _is_between(float(at), x.dtype)
+        if rounds or (isinstance(at, Tensor) and name in _SHARES):
+            points += [Threshold(at, False), Threshold(at, True)]
         else:
             points.append(Threshold(at, equal_is_below))
     return points

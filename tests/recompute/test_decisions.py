@@ -132,8 +132,12 @@ def test_other_dtypes(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["relu", "leaky_relu", "hardtanh", "hardshrink", "clamp_", "abs", "maximum", "amax", "where"]
-)
+    "name",
+    [
+        "relu", "leaky_relu", "hardtanh", "hardshrink", "clamp_", "clamp by name", "clamp_min", "clamp_max_",
+        "clamp of tensors", "abs", "maximum", "minimum", "fmax", "fmin", "amax", "where",
+    ],
+)  # fmt: skip
 def test_elements_that_equal_the_point_of_decision(name):
     model, x = Region(LINEAR[name]), rounded(batch())
     check_same(gradients(model, x, store_of(model, KEPT)), gradients(model, x))
