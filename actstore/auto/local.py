@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from actstore.accuracy.influence.pairs import Pairs
-from actstore.auto.machine import AllocatorPeak, alloc_retries, ran_out
+from actstore.auto.machine import OOM_BUDGET_SHARE, AllocatorPeak, alloc_retries, ran_out
 from actstore.auto.planner import Duel, Planner, least_of, unfit
 from actstore.auto.probes import Probes
 from actstore.auto.sample import Sample
@@ -31,7 +31,6 @@ from actstore.store.tierset import TierSet
 
 log = logging.getLogger("actstore")
 
-OOM_BUDGET_SHARE = 0.9  # of the bytes held when memory ran out
 RETRY_BUDGET_SHARE = 0.95  # of the budget, after the allocator had to return cached memory to find some
 TOLERATED_EXCESS = 0.005  # of a total: allocators round up
 MAX_GROWTH = 1.1  # of the saved bytes since they were measured; beyond this, steps are measured again

@@ -19,6 +19,8 @@ from actstore.errors import ActstoreError
 from actstore.plan.profile import Memory
 from actstore.rerun.optimizers import OptimizerHook, live_optimizers, serving
 
+OOM_BUDGET_SHARE = 0.9  # of the bytes held when memory ran out
+
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """Return the properties of the machine that step times depend on."""

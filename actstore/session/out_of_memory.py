@@ -14,8 +14,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from actstore.auto.local import OOM_BUDGET_SHARE
-from actstore.auto.machine import ran_out
+from actstore.auto.machine import OOM_BUDGET_SHARE, ran_out
 from actstore.base.ledger import Account, Ledger
 from actstore.base.units import format_nbytes
 from actstore.codecs import Codec, Int4, Int8
