@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator, Set
-from inspect import getattr_static, unwrap
+from inspect import getattr_static, getclosurevars, unwrap
 from itertools import pairwise
 from math import inf
 from sys import _getframe
@@ -43,6 +43,7 @@ _UNKNOWN = "an unknown operator"
 _CHECKPOINT = "a checkpoint of the model's own"
 _PACKAGE = __name__.partition(".")[0] + "."
 _GRAPHS = _PACKAGE + "compiled.region"
+_OPERATORS = "torch._library.autograd"  # makes a Function of each operator that a user defines
 _MODELS = _PACKAGE + "bench.workloads."  # as a user's
 
 SIGN = "sign"  # backward needs the sign: zero, positive or negative
@@ -300,6 +301,9 @@ def chooses(function: Any, deciders: Set[str]) -> bool:
     deciders : names of operators whose backward decides or divides
     """
     backward = _plain(getattr_static(function, "backward", None))
+    if backward is not None and backward.__module__ == _OPERATORS:  # calls the backward registered for the operator
+        info = getclosurevars(backward).nonlocals.get("info")
+        backward = _plain(getattr(info, "_backward_fn", None)) or backward
     if backward is None:
         return False
     code = backward.__code__

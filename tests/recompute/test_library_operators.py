@@ -121,3 +121,28 @@ def test_the_statistics_of_a_kernel_are_never_lossy():
     notes = {site.site: site.note for site in store.report().sites}
     assert notes["0[4]"] == "kept: a statistic: one element for many"
     assert not notes["0[3]"]  # the result beside it
+
+
+@torch.library.custom_op("actstore_test_kernel::cut", mutates_args=())
+def cut(x: Tensor) -> Tensor:
+    return x.clamp_min(0.5)
+
+
+cut.register_autograd(
+    lambda ctx, grad: grad * (ctx.saved_tensors[0] > 0.5),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return cut(x)
+
+
+def test_a_registered_backward_that_compares_gets_exact_numbers():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cut(), nn.Linear(WIDTH, WIDTH))
+    store = ActivationStore(model, "int8", min_bytes=0)
+    with store:
+        model(torch.randn(8, WIDTH)).sum().backward()
+    notes = {site.note for site in store.report().sites}
+    assert "kept: backward of GeneratedBackwardFor_actstore_test_kernel_cut_default needs all of its bits" in notes
