@@ -78,6 +78,11 @@ def request_of(
     return replace(request, chooser=chooser, measuring=plan is None, budget=int(getattr(plan, "budget", 0)))
 
 
+def _kept_nbytes(account: Account) -> int:
+    """Return the bytes that are kept of those that an account saved: of a recomputed region, its inputs."""
+    return min(account.saved, account.held_at_exit or account.saved)
+
+
 class AccountGroup:
     """Accounts that have one cause in common.
 
@@ -126,11 +131,11 @@ class Step:
 
     @cached_property
     def small(self) -> AccountGroup:
-        return AccountGroup((a for a in self._kept if a.note.reason == SMALL), _saved)
+        return AccountGroup((a for a in self._kept if a.note.reason == SMALL), _kept_nbytes)
 
     @cached_property
     def no_room(self) -> AccountGroup:
-        return AccountGroup((a for a in self._kept if a.note.kept and a.note.full), _saved)
+        return AccountGroup((a for a in self._kept if a.note.kept and a.note.full), _kept_nbytes)
 
     @cached_property
     def compiled(self) -> AccountGroup:
@@ -138,12 +143,12 @@ class Step:
 
     @cached_property
     def exact(self) -> AccountGroup:
-        return AccountGroup((a for a in self._kept if a.exact and a.note.reason != COMPILED), _saved)
+        return AccountGroup((a for a in self._kept if a.exact and a.note.reason != COMPILED), _kept_nbytes)
 
     @cached_property
     def whole(self) -> AccountGroup:
         known = {id(a) for group in (self.small, self.no_room, self.compiled, self.exact) for a in group}
-        return AccountGroup((a for a in self._kept if a.note.kept and a.note and id(a) not in known), _saved)
+        return AccountGroup((a for a in self._kept if a.note.kept and a.note and id(a) not in known), _kept_nbytes)
 
     @cached_property
     def by_rule(self) -> dict[tuple[str, str], int]:

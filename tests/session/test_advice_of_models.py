@@ -211,6 +211,13 @@ def test_values_that_must_stay_exact_name_their_site_and_reason() -> None:
     assert not any("must stay exact" in text for text in step(store, model).advice)
 
 
+def test_of_a_recomputed_block_only_the_inputs_count_as_kept() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+    report = step(ActivationStore(model, "recompute(int8)", min_bytes=0), model)  # the batch requires no gradient
+    assert report.sites[0].saved_bytes > 4 * report.sites[0].held_bytes
+    assert not any("must stay exact" in text for text in report.advice)
+
+
 # -- the link, the window and the order -------------------------------------------------------------------------------
 
 
