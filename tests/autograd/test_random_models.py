@@ -210,12 +210,13 @@ def plain(forest: list[Tree], way: str, dtype: torch.dtype, device: str, **job: 
     casts of autocast, and rules for operators with them: there is no reference. Nor is there one of
     a checkpoint that runs again with later running statistics or random numbers.
     """
-    casts_again = job["autocast"] and way == "differentiated twice inside"
-    around = copies if way == MUTATED or casts_again else nullcontext
+    around = copies if way == MUTATED else nullcontext
     without = job["autocast"] and all(name in str(forest) for name in ("selective", "bilinear"))
     without = without or ("checkpoint" in str(forest) and any(name in str(forest) for name in CHANGING))
     try:
         found = train(build(forest, dtype, device), None, way, dtype, device=device, around=around, **job)
+        if job["autocast"] and way == "differentiated twice inside":
+            found = train(build(forest, dtype, device), None, way, dtype, device=device, around=copies, **job)
         return None if without else found, False
     except (RuntimeError, UserWarning, ValueError) as error:  # ValueError: autocast and layers of cuDNN
         if CHANGED not in str(error):  # no model that can be trained so
