@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from actstore.base.layout import layout_of
 
@@ -108,7 +109,7 @@ def _negated(read: _Read) -> _Read:
 
 def _passes_at_bound() -> bool:
     """Return whether the gradient of a clamp passes an element that equals the bound: not from PyTorch 2.14 on."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():  # such as one of fake tensors
         node: Any = torch.zeros(1, device="cpu", requires_grad=True).clamp_min(0).grad_fn
         return bool(node(torch.ones(1, device="cpu")))  # without the engine, whose threads would not survive a fork
 

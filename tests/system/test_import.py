@@ -83,6 +83,17 @@ loss.backward()
     assert not {*COMPILERS} & {*modules}
 
 
+def test_a_policy_loads_what_it_needs_under_fake_tensors():
+    modules, _ = loaded("""
+import actstore
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    actstore.ActivationStore(torch.nn.Sequential(torch.nn.Linear(2, 2)), "0 : recompute(int8)")
+    import actstore.recompute.operators  # asks PyTorch for the gradient of a tie
+""")
+    assert "actstore.recompute.operators" in modules
+
+
 def test_public_names_are_imported_when_they_are_used():
     import actstore
 
