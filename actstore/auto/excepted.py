@@ -22,7 +22,7 @@ from actstore.base.operators import operator_of_node
 from actstore.base.trees import flatten
 from actstore.model.names import named_modules
 from actstore.model.units import can_run_again
-from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, TILED, TILES, except_from_recompute, in_tiles
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, TILED, TILES, OneLines, except_from_recompute, in_tiles
 from actstore.plan.profile import UnitBytes, UnitFigures
 from actstore.policy.aliases import modules_of
 from actstore.policy.operators import covers
@@ -170,10 +170,6 @@ class Separability:
                 found, whole = figures.get(in_tiles(part, decision)), figures.get(decision)
                 if found is None or whole is None or found.transient < whole.transient:
                     yield in_tiles(part, decision)
-
-
-OneLines = Mapping[str, Mapping[str, str]]
-"""Decisions by unit, by the text of a policy."""
 
 
 def one_lines(

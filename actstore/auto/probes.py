@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from actstore.accuracy.influence.batch_noise import samples_nbytes
 from actstore.accuracy.influence.effect import GradientEffect
-from actstore.auto.excepted import OneLines, mlps_of, one_lines
+from actstore.auto.excepted import mlps_of, one_lines
 from actstore.auto.forecast import Forecast
 from actstore.auto.links import measure_links
 from actstore.auto.machine import machine_of, memory_of
@@ -28,7 +28,7 @@ from actstore.base.spec import Site
 from actstore.model.blocks import has_forward
 from actstore.model.units import Shape, digest_of
 from actstore.plan.build import MIN_PART_SHARE
-from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, has_tiles, offloads
+from actstore.plan.decisions import DERIVE, KEEP, RECOMPUTE, OneLines, has_tiles, offloads
 from actstore.plan.fields import read_as
 from actstore.plan.profile import Memory, Profile, SharedBytes, Unit, UnitFigures, medians
 from actstore.plan.recurrent import PROBE_SEGMENT, PROBE_SLOTS, revolve_of, segments_of

@@ -174,8 +174,9 @@ def is_reader(frame: FrameType) -> bool:
     if _is_ours(frame):  # a hook around ours
         return (above := caller()) is not None and above is not frame and is_reader(above)
     name = operator_name(frame)
-    decides = name in _BY_NAME and not _is_smooth_power(frame, name)
-    return not name or decides or frame.f_code in READERS or applies(frame)
+    if not name or frame.f_code in READERS or applies(frame):
+        return True
+    return name in _BY_NAME and not _is_smooth_power(frame, name)
 
 
 def _is_smooth_power(frame: FrameType, name: str) -> bool:

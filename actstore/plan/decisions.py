@@ -17,6 +17,9 @@ KEEP, DERIVE, RECOMPUTE = "keep", "derive", "recompute"
 TILES = 8  # slices of a part in tiles
 TILED = f"recompute(tiles={TILES})"
 
+OneLines = Mapping[str, Mapping[str, str]]
+"""Decisions by unit, by the text of a policy in one line."""
+
 
 @lru_cache(maxsize=4096)
 def by_part(decision: str) -> Mapping[str, Decision]:

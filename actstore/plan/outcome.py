@@ -9,7 +9,7 @@ from math import inf
 from actstore.base.units import format_nbytes
 from actstore.errors import CapacityError
 from actstore.plan.build import kept, policy_of
-from actstore.plan.decisions import KEEP
+from actstore.plan.decisions import KEEP, OneLines
 from actstore.plan.plan import Plan
 from actstore.plan.profile import Profile
 from actstore.plan.solver.chain import LayerChain, Limits
@@ -116,9 +116,6 @@ def ran_within(
         return None
     best, excess = min(found, key=lambda pair: pair[0].total)
     return Solution(best.choice, best, None, {}, "as measured"), excess
-
-
-OneLines = Mapping[str, Mapping[str, str]]
 
 
 def evaluations(chain: LayerChain, limits: Limits, policies: OneLines) -> Iterator[tuple[str, Evaluation]]:

@@ -51,8 +51,7 @@ def test_rows_of_long_contexts_compute_the_same(monkeypatch: pytest.MonkeyPatch,
         assert all(row["gradient_error"] < 1e-5 for row in rows.values())
         assert all(row["loss_error"] < 1e-6 for name, row in rows.items() if name != "plain")
         assert rows[long.OURS]["peak"] < 0.35
-        # of so small a model, 1 MiB of 13 comes and goes from run to run
-        assert rows["plain"]["peak_bytes"] >= 0.9 * rows[long.BASE]["peak_bytes"]
+        assert rows["plain"]["peak_bytes"] >= rows[long.BASE]["peak_bytes"]
     assert sum(long.OURS in line for line in long.lines(found[-1])) == 2
     assert faults(long.draw(found[-1])) == []
 
