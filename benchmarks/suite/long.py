@@ -8,6 +8,7 @@ threads, other programs of the machine disturb least.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -124,6 +125,7 @@ def _run(work: Workload, vocabulary: int, rounds: int) -> dict[str, Any]:
     def step(name: str) -> tuple[float, float, float, float]:
         """Return the milliseconds of a step, those of the processor, its peak and its loss; gradients stay."""
         model.zero_grad()
+        gc.collect()  # so that nothing of what is beside goes while the step runs
         beside = (cpu_memory.memory_allocated() or 0) - weights  # all else in this process
         cpu_memory.reset_peak()
         begin, worked = perf_counter(), process_time()
